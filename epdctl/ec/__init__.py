@@ -1,0 +1,1 @@
+"""Embedding-cache control messages and client: the only part that proxy and worker share."""

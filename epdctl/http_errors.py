@@ -1,0 +1,110 @@
+"""The one place where failures become HTTP answers.
+
+Rules of this file: an answer that has started is never followed by a second status line; unknown exceptions
+become a fixed text with the request id and are logged with their traceback.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Awaitable, Callable
+
+import structlog
+from aiohttp import web
+
+from epdctl.errors import (
+    BodyTooLarge,
+    EpdError,
+    InvalidRequest,
+    UnsupportedEndpoint,
+    UpstreamRefused,
+    envelope,
+)
+from epdctl.wire import encode_json
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+RESPONSE_STARTED: web.RequestKey[bool] = web.RequestKey("response_started", bool)
+
+_ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
+
+
+def accept_request_id(offered: str | None) -> str:
+    """Return the client's request id when it is short and plain, else a new one."""
+    if offered is not None and _ACCEPTED_ID.match(offered):
+        return offered
+    return uuid.uuid4().hex
+
+
+def error_response(error: EpdError, request_id: str) -> web.Response:
+    """Return the HTTP answer for `error`; a refused upstream's body is passed through unchanged."""
+    headers = {"x-request-id": request_id}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, UpstreamRefused):
+        return web.Response(
+            status=error.http_status, body=error.body, headers=headers | {"Content-Type": error.content_type}
+        )
+    return web.Response(
+        status=error.http_status,
+        body=encode_json(envelope(error)),
+        headers=headers | {"Content-Type": "application/json"},
+    )
+
+
+def internal_error_response(request_id: str) -> web.Response:
+    """Return the fixed 500 answer: no exception text ever leaves the process."""
+    body = {
+        "error": {
+            "message": f"internal error, see the log for request {request_id}",
+            "type": "server_error",
+            "param": None,
+            "code": "internal",
+        }
+    }
+    return web.Response(
+        status=500,
+        body=encode_json(body),
+        headers={"x-request-id": request_id, "Content-Type": "application/json"},
+    )
+
+
+def translate_http_exception(error: web.HTTPException) -> EpdError:
+    """Return our error for one that aiohttp raised while routing or reading a request."""
+    if error.status == 404:
+        return UnsupportedEndpoint("no such endpoint; see GET /v1/models and the documentation for what is served")
+    if error.status == 413:
+        return BodyTooLarge("the body is larger than this server accepts (--max-body-bytes)")
+    translated = InvalidRequest(error.reason)
+    translated.http_status = error.status  # type: ignore[misc]
+    return translated
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Give every request an id, and turn whatever a handler raises into one JSON error answer."""
+    request_id = accept_request_id(request.headers.get("x-request-id"))
+    request[REQUEST_ID] = request_id
+    structlog.contextvars.clear_contextvars()
+    structlog.contextvars.bind_contextvars(request_id=request_id)
+    try:
+        response = await handler(request)
+    except EpdError as error:
+        failure = error
+    except web.HTTPException as error:
+        failure = translate_http_exception(error)
+    except Exception:
+        structlog.get_logger().exception("internal_error", path=request.path)
+        if request.get(RESPONSE_STARTED):
+            raise
+        return internal_error_response(request_id)
+    else:
+        if not response.prepared:
+            response.headers["x-request-id"] = request_id
+        return response
+    if request.get(RESPONSE_STARTED):
+        # The status line is out: a second one would land in the body (seen in aiohttp 3.13 and 3.14).
+        raise failure
+    return error_response(failure, request_id)

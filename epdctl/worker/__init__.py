@@ -1,0 +1,1 @@
+"""Bundled workers: vision engine, reference language engine, and both ends of EC transfer."""

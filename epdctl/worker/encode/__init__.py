@@ -1,0 +1,1 @@
+"""The vision engine process: scheduler, cache, tower."""

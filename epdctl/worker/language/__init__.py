@@ -1,0 +1,1 @@
+"""The reference language engine process: batch, model, sampling, KV."""

@@ -1,0 +1,1 @@
+"""Both ends of EC transfer: arena, reservations, pushes, control listener, Mooncake."""
