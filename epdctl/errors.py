@@ -205,7 +205,12 @@ class UpstreamRefused(EpdError):
     http_status, code, type, fault = 400, "upstream_refused", "invalid_request_error", Fault.UPSTREAM
 
     def __init__(
-        self, status: int, body: bytes, content_type: str = "application/json", *, retry_after_s: int | None = None
+        self,
+        status: int,
+        body: bytes,
+        content_type: str = "application/json",
+        *,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(f"an instance refused the request with status {status}", retry_after_s=retry_after_s)
         self.http_status = status  # type: ignore[misc]
@@ -215,6 +220,4 @@ class UpstreamRefused(EpdError):
 
 def envelope(error: EpdError) -> dict[str, object]:
     """Return the OpenAI-shaped error object of `error`."""
-    return {
-        "error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
-    }
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}

@@ -74,7 +74,9 @@ def internal_error_response(request_id: str) -> web.Response:
 def translate_http_exception(error: web.HTTPException) -> EpdError:
     """Return our error for one that aiohttp raised while routing or reading a request."""
     if error.status == 404:
-        return UnsupportedEndpoint("no such endpoint; see GET /v1/models and the documentation for what is served")
+        return UnsupportedEndpoint(
+            "no such endpoint; see GET /v1/models and the documentation for what is served"
+        )
     if error.status == 413:
         return BodyTooLarge("the body is larger than this server accepts (--max-body-bytes)")
     translated = InvalidRequest(error.reason)

@@ -27,7 +27,11 @@ class ControlMetrics:
             registry=r,
         )
         self.stage_seconds = Histogram(
-            "epdctl_stage_seconds", "Time a request spent in a stage.", ["stage"], buckets=_STAGE_BUCKETS_S, registry=r
+            "epdctl_stage_seconds",
+            "Time a request spent in a stage.",
+            ["stage"],
+            buckets=_STAGE_BUCKETS_S,
+            registry=r,
         )
         self.in_flight = Gauge("epdctl_in_flight", "Calls under way in a stage.", ["stage"], registry=r)
         self.instances = Gauge("epdctl_instances", "Registered instances.", ["role", "state"], registry=r)
@@ -37,7 +41,9 @@ class ControlMetrics:
         self.probe_seconds = Histogram(
             "epdctl_probe_seconds", "Health probes.", ["outcome"], buckets=_FAST_BUCKETS_S, registry=r
         )
-        self.retries = Counter("epdctl_retries_total", "Attempts after the first.", ["stage", "reason"], registry=r)
+        self.retries = Counter(
+            "epdctl_retries_total", "Attempts after the first.", ["stage", "reason"], registry=r
+        )
         self.cancels = Counter("epdctl_cancels_total", "Legs cancelled.", ["stage"], registry=r)
         self.dropped_client_params = Counter(
             "epdctl_dropped_client_params_total",
@@ -64,28 +70,45 @@ class WorkerMetrics:
         self.ec_transfers = Counter(
             "epdctl_ec_transfers_total", "Embedding transfers ended.", ["side", "outcome"], registry=r
         )
-        self.ec_bytes = Counter("epdctl_ec_bytes_total", "Embedding bytes moved by Mooncake.", ["side"], registry=r)
+        self.ec_bytes = Counter(
+            "epdctl_ec_bytes_total", "Embedding bytes moved by Mooncake.", ["side"], registry=r
+        )
         self.ec_seconds = Histogram(
-            "epdctl_ec_seconds", "Time of an embedding transfer.", ["side"], buckets=_FAST_BUCKETS_S, registry=r
+            "epdctl_ec_seconds",
+            "Time of an embedding transfer.",
+            ["side"],
+            buckets=_FAST_BUCKETS_S,
+            registry=r,
         )
         self.encode_batch_items = Histogram(
-            "epdctl_encode_batch_items", "Items in a tower forward.", buckets=(1, 2, 4, 8, 16, 32, 64), registry=r
+            "epdctl_encode_batch_items",
+            "Items in a tower forward.",
+            buckets=(1, 2, 4, 8, 16, 32, 64),
+            registry=r,
         )
         self.encode_seconds = Histogram(
             "epdctl_encode_seconds", "Time of a tower forward.", buckets=_STAGE_BUCKETS_S, registry=r
         )
         self.encode_queue_seconds = Histogram(
-            "epdctl_encode_queue_seconds", "Wait of an item for its forward.", buckets=_FAST_BUCKETS_S, registry=r
+            "epdctl_encode_queue_seconds",
+            "Wait of an item for its forward.",
+            buckets=_FAST_BUCKETS_S,
+            registry=r,
         )
         self.cache_requests = Counter(
             "epdctl_cache_requests_total", "Embedding cache look-ups.", ["tier", "result"], registry=r
         )
-        self.cache_bytes = Gauge("epdctl_cache_bytes", "Bytes held by the embedding cache.", ["tier"], registry=r)
+        self.cache_bytes = Gauge(
+            "epdctl_cache_bytes", "Bytes held by the embedding cache.", ["tier"], registry=r
+        )
         self.cache_evictions = Counter(
             "epdctl_cache_evictions_total", "Embeddings evicted from the cache.", ["tier"], registry=r
         )
         self.arena_bytes = Gauge(
-            "epdctl_arena_bytes", "Bytes of the registered arena by what they are doing.", ["state"], registry=r
+            "epdctl_arena_bytes",
+            "Bytes of the registered arena by what they are doing.",
+            ["state"],
+            registry=r,
         )
 
     def render(self) -> bytes:

@@ -1,0 +1,81 @@
+"""The `epdctl` entry: find the command, load its settings, run it, and return its exit code.
+
+Rules of this file: a command is one row of the table; modules are imported only when their command runs, so
+that `epdctl --help` needs neither torch nor Mooncake.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from epdctl import __version__
+from epdctl.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, load_settings
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command: `settings` and `run` are `module:name`; `run(settings)` returns the exit code."""
+
+    words: tuple[str, ...]
+    summary: str
+    settings: str
+    run: str
+
+
+COMMANDS: tuple[Command, ...] = ()
+
+
+def _load(reference: str) -> Any:
+    module, name = reference.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _usage() -> str:
+    rows = "\n".join(f"  epdctl {' '.join(c.words):<24} {c.summary}" for c in COMMANDS)
+    return (
+        "usage: epdctl COMMAND [OPTIONS]\n\n"
+        "Control plane and workers for encode-prefill-decode (EPD) disaggregated multimodal serving.\n\n"
+        f"commands:\n{rows}\n\n"
+        "'epdctl COMMAND --help' shows a command's options with examples; every option is also a variable\n"
+        "EPDCTL_<OPTION>. Exit codes: 0 ok, 1 failed, 2 usage.\n"
+    )
+
+
+def find_command(arguments: Sequence[str]) -> Command | None:
+    """Return the command whose words start `arguments`, or None."""
+    for command in COMMANDS:
+        if tuple(arguments[: len(command.words)]) == command.words:
+            return command
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 ok, 1 failed, 2 usage."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words in (["--version"], ["version"]):
+        print(__version__)
+        return EXIT_OK
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_usage(), end="")
+        return EXIT_OK if words else EXIT_USAGE
+    command = find_command(words)
+    if command is None:
+        known = [c for c in COMMANDS if c.words[0] == words[0]]
+        hint = ", ".join(" ".join(c.words) for c in known) if known else "see 'epdctl --help'"
+        print(f"epdctl: unknown command '{' '.join(words[:2])}' ({hint})", file=sys.stderr)
+        return EXIT_USAGE
+    prog = "epdctl " + " ".join(command.words)
+    settings = load_settings(_load(command.settings), prog, words[len(command.words) :])
+    try:
+        result = _load(command.run)(settings)
+    except KeyboardInterrupt:
+        return 130
+    return EXIT_FAILED if result is None else int(result)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

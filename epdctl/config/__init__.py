@@ -1,0 +1,57 @@
+"""Settings: the only reader of the environment.
+
+Rules of this package: a setting is one field here, and so one flag, one `EPDCTL_*` variable and one line in
+`docs/configuration.md` (tested). Precedence: flag, then variable, then default.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+
+class CommandSettings(BaseSettings):
+    """Base of all commands' settings."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="EPDCTL_",
+        extra="forbid",
+        cli_kebab_case="all",
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_use_class_docs_for_groups=False,
+        populate_by_name=True,
+        validate_default=False,
+    )
+
+
+S = TypeVar("S", bound=CommandSettings)
+
+
+def usage_error(prog: str, message: str) -> NoReturn:
+    """Say on stderr what is wrong with the command line, and exit with 2."""
+    print(f"{prog}: {message}\n{prog}: see '{prog} --help'", file=sys.stderr)
+    raise SystemExit(EXIT_USAGE)
+
+
+def _flag(location: tuple[Any, ...]) -> str:
+    name = str(location[0]) if location else ""
+    return name if name.isupper() else "--" + name.replace("_", "-")
+
+
+def load_settings(kind: type[S], prog: str, arguments: Sequence[str]) -> S:
+    """Return the settings of command `prog` from `arguments` and the environment; exit 2 naming what is wrong."""
+    try:
+        return CliApp.run(kind, cli_args=list(arguments), cli_cmd_method_name="after_load")
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = _flag(first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        usage_error(prog, f"{where}: {message}" if first["loc"] else message)
