@@ -51,7 +51,8 @@ class InstanceState(StrEnum):
     - `pending`: not routable, probed at once; leaves by the first healthy probe, TTL or removal.
     - `ready`: routable, probed; leaves by eviction, drain or removal.
     - `evicted`: not routable, probed with back-off; leaves by readmission, TTL, drain or removal.
-    - `draining`: takes no new work, not probed; leaves when nothing is in flight, at the deadline or by removal.
+    - `draining`: takes no new work, not probed; leaves when nothing is in flight, at its deadline, or by
+      removal.
     """
 
     PENDING = "pending"

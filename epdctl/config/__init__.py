@@ -47,7 +47,7 @@ def _flag(location: tuple[Any, ...]) -> str:
 
 
 def load_settings(kind: type[S], prog: str, arguments: Sequence[str]) -> S:
-    """Return the settings of command `prog` from `arguments` and the environment; exit 2 naming what is wrong."""
+    """Return the settings of `prog` from `arguments` and the environment; exit 2 naming what is wrong."""
     try:
         return CliApp.run(kind, cli_args=list(arguments), cli_cmd_method_name="after_load")
     except ValidationError as error:

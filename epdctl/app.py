@@ -1,0 +1,1 @@
+"""Build of the object graph of `epdctl serve`."""
