@@ -26,7 +26,14 @@ class Command:
     run: str
 
 
-COMMANDS: tuple[Command, ...] = ()
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        words=("up",),
+        summary="start a local deployment (1e1pd, 2e1p2d, …) and keep it until Ctrl-C",
+        settings="epdctl.config.local:UpSettings",
+        run="epdctl.local.up:run",
+    ),
+)
 
 
 def _load(reference: str) -> Any:

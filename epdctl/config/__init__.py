@@ -6,6 +6,7 @@ Rules of this package: a setting is one field here, and so one flag, one `EPDCTL
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
@@ -55,3 +56,8 @@ def load_settings(kind: type[S], prog: str, arguments: Sequence[str]) -> S:
         where = _flag(first["loc"])
         message = first["msg"].removeprefix("Value error, ")
         usage_error(prog, f"{where}: {message}" if first["loc"] else message)
+
+
+def child_environment(**additions: str) -> dict[str, str]:
+    """Return this process's environment with `additions`, for a child process."""
+    return {**os.environ, **additions}
