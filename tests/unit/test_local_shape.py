@@ -33,12 +33,12 @@ def test_a_shape_is_read_as_written(text: str, shape: Shape) -> None:
 )
 def test_what_names_no_complete_topology_is_refused_with_the_grammar(text: str) -> None:
     """Anything that is not a complete topology is refused, and the message shows both forms."""
-    with pytest.raises(ValueError, match="XeYpd .* or XeYpZd"):
+    with pytest.raises(ValueError, match=r"XeYpd .* or XeYpZd"):
         parse_shape(text)
 
 
 def test_each_consumer_is_registered_with_its_own_control_address() -> None:
-    """Consumers of embeddings carry an EC address, encoders and decoders do not, and no port is used twice."""
+    """Consumers of embeddings carry an EC address, others do not, and no port is used twice."""
     shape = parse_shape("2e2p1d")
     ports = list(range(20000, 20000 + ports_needed(shape)))
 
