@@ -1,0 +1,207 @@
+"""The engine process's side of the worker: launch, channel, heart-beat, orderly end.
+
+An engine kind is one module whose `main()` calls `run_engine(Kind)`. The front starts it as
+`python -m MODULE` and writes one JSON line (`Launch`) to its standard input, which it keeps open: when that
+pipe ends, the front is gone and the engine ends too.
+
+Rules of this file: the event loop only passes messages; loading and computing run on the kind's own thread.
+Metrics are those of the process's `WorkerMetrics`; the front asks for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+import zmq.asyncio
+
+from epdctl.errors import EpdError
+from epdctl.logs import LogFormat, LogLevel, configure_logs
+from epdctl.metrics import WorkerMetrics
+from epdctl.worker.channel import Channel, Endpoints, MalformedMessage, Message, connect_channel, message
+from epdctl.worker.samples import Family, snapshot
+
+BEAT_INTERVAL_S = 1.0
+
+
+class Launch(msgspec.Struct):
+    """What the front tells a new engine process, as one JSON line on its standard input."""
+
+    to_engine: str
+    to_front: str
+    log_format: LogFormat
+    log_level: LogLevel
+    settings: dict[str, Any]
+
+
+class Failed(msgspec.Struct):
+    """Body of `failed`: the engine could not start, and why (safe to show to an operator)."""
+
+    reason: str
+
+
+class Stop(msgspec.Struct):
+    """Body of `stop`: finish what is accepted within `grace_s`, then end."""
+
+    grace_s: float
+
+
+class StartFailed(Exception):
+    """The engine cannot start as it is configured; the text says why and what to change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineContext:
+    """What an engine kind is handed: settings, the way to the front, its metrics."""
+
+    settings: Mapping[str, Any]
+    send: Callable[[Message], Any]
+    """`await send(message)`: to the front; raises EngineUnavailable when the front takes nothing."""
+    metrics: WorkerMetrics
+
+
+class Engine(Protocol):
+    """One engine kind; built with an EngineContext, lives on the event loop."""
+
+    async def start(self) -> Mapping[str, Any]:
+        """Load everything and run once; return the ready facts. Raises StartFailed."""
+        ...
+
+    async def handle(self, message: Message) -> None:
+        """Take one message: start a task or queue it, never wait for its end."""
+        ...
+
+    def health(self) -> str | None:
+        """Return why the engine cannot do its work now, or None; goes out with each heart-beat."""
+        ...
+
+    async def stop(self, grace_s: float) -> None:
+        """End every accepted call within `grace_s`, then free everything."""
+        ...
+
+
+class Beat(msgspec.Struct):
+    """Body of `beat`: alive; `trouble` is the engine's own health, None when good; its metrics so far."""
+
+    trouble: str | None = None
+    families: list[Family] = []
+
+
+def _read_launch() -> Launch:
+    line = sys.stdin.buffer.readline()
+    return msgspec.json.decode(line, type=Launch)
+
+
+def _end_with_front(loop: asyncio.AbstractEventLoop, gone: asyncio.Event) -> None:
+    """Set `gone` when the front's end of our standard input is closed (it died, or wants us to end)."""
+
+    def on_readable() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            gone.set()
+
+    loop.add_reader(0, on_readable)
+
+
+class _Session:
+    """The life of one engine in this process: start, serve messages, beat, stop."""
+
+    def __init__(self, engine: Engine, channel: Channel, metrics: WorkerMetrics) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._metrics = metrics
+        self._log = structlog.get_logger()
+
+    async def _serve(self) -> Stop:
+        while True:
+            received = await self._channel.receive()
+            if received.kind == "stop":
+                return received.parse(Stop)
+            if received.kind == "metrics":
+                families = snapshot(self._metrics.registry)
+                await self._channel.send(message("metrics", families, call_id=received.call_id))
+                continue
+            try:
+                await self._engine.handle(received)
+            except (EpdError, MalformedMessage) as error:
+                self._log.warning("engine_message_refused", kind=received.kind, reason=str(error))
+
+    async def _beat(self) -> None:
+        while True:
+            families = snapshot(self._metrics.registry)
+            await self._channel.send(message("beat", Beat(trouble=self._engine.health(), families=families)))
+            await asyncio.sleep(BEAT_INTERVAL_S)
+
+    async def run(self, gone: asyncio.Event) -> int:
+        tasks: list[asyncio.Task[Any]] = []
+        try:
+            facts = await self._start(gone)
+            if facts is None:
+                return 1
+            await self._channel.send(message("ready", dict(facts)))
+            tasks = [asyncio.create_task(self._serve()), asyncio.create_task(self._beat())]
+            tasks.append(asyncio.create_task(gone.wait()))
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            grace_s = 0.0
+            for task in done:
+                result = task.result()
+                grace_s = result.grace_s if isinstance(result, Stop) else grace_s
+            await self._engine.stop(grace_s)
+            return 0
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._channel.close()
+
+    async def _start(self, gone: asyncio.Event) -> Mapping[str, Any] | None:
+        """Start the engine; None when it cannot, or when the front went away meanwhile."""
+        start = asyncio.create_task(self._engine_start())
+        left = asyncio.create_task(gone.wait())
+        await asyncio.wait([start, left], return_when=asyncio.FIRST_COMPLETED)
+        left.cancel()
+        if not start.done():
+            os._exit(1)  # nobody is left to serve, and loading on a thread cannot be interrupted
+        return start.result()
+
+    async def _engine_start(self) -> Mapping[str, Any] | None:
+        try:
+            return await self._engine.start()
+        except StartFailed as error:
+            self._log.error("engine_start_failed", reason=str(error))
+            await self._channel.send(message("failed", Failed(reason=str(error))))
+            await asyncio.sleep(0.2)  # let the socket's thread hand the message over before the process ends
+            return None
+
+
+async def _run(launch: Launch, build: Callable[[EngineContext], Engine]) -> int:
+    gone = asyncio.Event()
+    _end_with_front(asyncio.get_running_loop(), gone)
+    context = zmq.asyncio.Context()
+    metrics = WorkerMetrics()
+    try:
+        endpoints = Endpoints(to_engine=launch.to_engine, to_front=launch.to_front)
+        channel = connect_channel(context, endpoints)
+        engine = build(EngineContext(settings=launch.settings, send=channel.send, metrics=metrics))
+        return await _Session(engine, channel, metrics).run(gone)
+    finally:
+        context.destroy(linger=0)
+
+
+def run_engine(build: Callable[[EngineContext], Engine]) -> int:
+    """Run an engine kind in this process until the front says stop or goes away; return the exit code.
+
+    SIGINT and SIGTERM are left to the front: a terminal or a service manager sends them to the whole group,
+    and the front still needs its engine while it drains.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    launch = _read_launch()
+    configure_logs(launch.log_format, launch.log_level)
+    return asyncio.run(_run(launch, build))

@@ -1,0 +1,409 @@
+"""One engine process of a worker, kept alive from the front: start, calls, heart-beats, restarts.
+
+Rules of this file:
+- A call belongs to one engine process. When that process ends, every open call fails with EngineUnavailable
+  at once; nothing waits for a dead engine.
+- A process that stops beating is killed: hung is the same as dead.
+- The first start must succeed, or the worker ends with the reason; later failures are retried with back-off.
+- Only `_run` starts and ends processes; `_read` is the only receiver of a channel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import structlog
+import zmq.asyncio
+
+from epdctl.errors import EngineUnavailable
+from epdctl.logs import LogFormat, LogLevel
+from epdctl.worker.channel import (
+    Buffer,
+    Channel,
+    Endpoints,
+    ErrorBody,
+    MalformedMessage,
+    Message,
+    bind_channel,
+    error_of,
+    message,
+)
+from epdctl.worker.engine import Beat, Failed, Launch, StartFailed, Stop
+from epdctl.worker.samples import Family, lasting, merge
+
+_INBOX_MESSAGES = 4096
+
+
+class EngineState(StrEnum):
+    """Where an engine process is in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DOWN = "down"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """How to start one engine process.
+
+    `module` is run with `python -m` in our environment; `settings` reach it as JSON.
+    """
+
+    name: str
+    module: str
+    settings: Mapping[str, Any]
+    log_format: LogFormat = "json"
+    log_level: LogLevel = "info"
+    start_timeout_s: float = 600.0
+    beat_timeout_s: float = 30.0
+    backoff_s: tuple[float, float] = (0.5, 30.0)
+    settled_after_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    """What the front knows about its engine; `reason` says why it is not ready, or what troubles it."""
+
+    state: EngineState
+    reason: str | None
+    facts: Mapping[str, Any]
+    restarts: int
+    pid: int | None
+
+
+def restart_delay(failures: int, backoff_s: tuple[float, float]) -> float:
+    """Return the wait before start number `failures + 1`: doubling from the first bound to the second."""
+    first, most = backoff_s
+    return min(most, first * 2 ** min(failures - 1, 16)) if failures > 0 else 0.0
+
+
+class EngineCall:
+    """One call to an engine: messages out, messages back until the caller closes it.
+
+    Use as an async context manager. Leaving it early tells the engine with a `cancel` message.
+    """
+
+    def __init__(self, supervisor: Supervisor, incarnation: _Incarnation, call_id: str) -> None:
+        self.call_id = call_id
+        self._supervisor = supervisor
+        self._incarnation = incarnation
+        self._inbox: asyncio.Queue[Message | EngineUnavailable] = asyncio.Queue(_INBOX_MESSAGES)
+        self._ended = False
+
+    async def __aenter__(self) -> EngineCall:
+        self._incarnation.calls[self.call_id] = self
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._incarnation.calls.pop(self.call_id, None)
+        if not self._ended and not self._incarnation.dead:
+            # Shielded by being a task of the supervisor: a cancelled request still frees the engine's work.
+            self._supervisor.spawn(self._cancel())
+
+    async def _cancel(self) -> None:
+        with suppress(EngineUnavailable):
+            await self._incarnation.channel.send(message("cancel", call_id=self.call_id))
+
+    async def send(self, kind: str, body: Any = None, frames: tuple[Buffer, ...] = ()) -> None:
+        """Send one message of this call; raises EngineUnavailable."""
+        if self._incarnation.dead:
+            raise self._supervisor.unavailable()
+        await self._incarnation.channel.send(message(kind, body, call_id=self.call_id, frames=frames))
+
+    async def receive(self) -> Message:
+        """Wait for the call's next message.
+
+        Raises:
+            EngineUnavailable: the engine process ended.
+            EpdError: the failure that the engine reported for this call (it has ended then).
+        """
+        received = await self._inbox.get()
+        if isinstance(received, EngineUnavailable):
+            self._ended = True
+            raise received
+        if received.kind == "error":
+            self._ended = True
+            raise error_of(received.parse(ErrorBody))
+        return received
+
+    def end(self) -> None:
+        """Say that the call is over: the engine needs no `cancel`."""
+        self._ended = True
+
+    def deliver(self, received: Message | EngineUnavailable) -> None:
+        """Put a message into the inbox; a caller that does not drain it loses the call, not our memory."""
+        try:
+            self._inbox.put_nowait(received)
+        except asyncio.QueueFull:
+            self._incarnation.calls.pop(self.call_id, None)
+            self._inbox.get_nowait()
+            self._inbox.put_nowait(EngineUnavailable("the caller of the engine did not keep up"))
+
+
+class _Incarnation:
+    """One engine process with its channel and its open calls."""
+
+    def __init__(self, process: asyncio.subprocess.Process, channel: Channel) -> None:
+        self.process = process
+        self.channel = channel
+        self.calls: dict[str, EngineCall] = {}
+        self.dead = False
+        self.last_beat = 0.0
+
+    def fail_calls(self, error: EngineUnavailable) -> None:
+        self.dead = True
+        for call in list(self.calls.values()):
+            call.deliver(error)
+        self.calls.clear()
+
+
+class Supervisor:
+    """Keeps one engine process running and gives access to it."""
+
+    def __init__(self, spec: EngineSpec, context: zmq.asyncio.Context, directory: Path) -> None:
+        self._spec = spec
+        self._context = context
+        self._directory = directory
+        self._log = structlog.get_logger().bind(engine=spec.name)
+        self._state = EngineState.STARTING
+        self._reason: str | None = "the engine process is starting"
+        self._trouble: str | None = None
+        self._facts: Mapping[str, Any] = {}
+        self._restarts = 0
+        self._current: _Incarnation | None = None
+        self._started: asyncio.Future[None] | None = None
+        self._runner: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
+        self._grace_s = 0.0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._past: list[Family] = []
+        self._latest: list[Family] = []
+
+    def status(self) -> EngineStatus:
+        """Return where the engine is now."""
+        process = self._current.process if self._current else None
+        reason = self._trouble if self._state is EngineState.READY else self._reason
+        return EngineStatus(
+            state=self._state,
+            reason=reason,
+            facts=self._facts,
+            restarts=self._restarts,
+            pid=process.pid if process and process.returncode is None else None,
+        )
+
+    def unavailable(self) -> EngineUnavailable:
+        """Return the failure to answer with while the engine is not ready."""
+        reason = self._reason or "the engine process is not ready"
+        return EngineUnavailable(reason, retry_after_s=1)
+
+    def spawn(self, work: Any) -> None:
+        """Run a coroutine as a task that the supervisor owns and ends."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def start(self) -> None:
+        """Start the engine and wait until it is ready.
+
+        Raises:
+            StartFailed: the engine said why it cannot start, ended, or took longer than `start_timeout_s`.
+        """
+        self._started = asyncio.get_running_loop().create_future()
+        self._runner = asyncio.create_task(self._run())
+        await asyncio.shield(self._started)
+
+    def call(self, call_id: str | None = None) -> EngineCall:
+        """Open a call; raises EngineUnavailable unless the engine is ready."""
+        if self._state is not EngineState.READY or self._current is None:
+            raise self.unavailable()
+        return EngineCall(self, self._current, call_id or uuid.uuid4().hex)
+
+    async def families(self, *, deadline_s: float = 0.5) -> list[Family]:
+        """Return the engine's metrics, fresh when it answers within `deadline_s`, with those of its past."""
+        with suppress(EngineUnavailable, TimeoutError, MalformedMessage):
+            async with asyncio.timeout(deadline_s), self.call() as call:
+                await call.send("metrics")
+                self._latest = (await call.receive()).parse(list[Family])
+                call.end()
+        return merge([self._past, self._latest])
+
+    async def stop(self, grace_s: float) -> None:
+        """End the engine: it has `grace_s` to finish what it accepted, then it is killed."""
+        self._grace_s = grace_s
+        self._stopping.set()
+        if self._runner is not None:
+            await self._runner
+        for task in list(self._tasks):
+            task.cancel()
+
+    async def _run(self) -> None:
+        """Start, watch and restart the engine until told to stop."""
+        failures = 0
+        while not self._stopping.is_set():
+            loop = asyncio.get_running_loop()
+            begun = loop.time()
+            try:
+                reason = await self._live()
+            except Exception:  # noqa: BLE001 - the one supervisor of this loop; logged on the next line
+                self._log.exception("engine_supervision_failed")
+                self._state, self._reason = EngineState.DOWN, "the engine process could not be run"
+                reason = self._reason
+            if self._started is not None and not self._started.done():
+                self._state, self._reason = EngineState.STOPPED, reason
+                self._started.set_exception(StartFailed(reason))
+                return
+            if self._stopping.is_set():
+                break
+            failures = 1 if loop.time() - begun >= self._spec.settled_after_s else failures + 1
+            self._restarts += 1
+            delay = restart_delay(failures, self._spec.backoff_s)
+            self._log.error("engine_down", reason=reason, restart_in_s=delay, restarts=self._restarts)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+        self._state, self._reason = EngineState.STOPPED, "the worker is shutting down"
+
+    async def _live(self) -> str:
+        """Run one engine process from start to end; return why it ended."""
+        name = f"{self._spec.name}-{uuid.uuid4().hex[:8]}"
+        channel, endpoints = bind_channel(self._context, self._directory, name)
+        incarnation: _Incarnation | None = None
+        try:
+            self._state, self._reason = EngineState.STARTING, "the engine process is starting"
+            incarnation = _Incarnation(await self._spawn_process(endpoints), channel)
+            self._current = incarnation
+            reason = await self._watch(incarnation)
+            self._lose(incarnation, reason)
+            return reason
+        finally:
+            if incarnation is not None:
+                await _kill(incarnation.process)
+            channel.close()
+            for path in self._directory.glob(f"{name}.*"):
+                path.unlink(missing_ok=True)
+
+    def _lose(self, incarnation: _Incarnation, reason: str) -> None:
+        """Take the engine out of service, and fail whatever was open on it."""
+        if self._state is not EngineState.STOPPED:
+            self._state = EngineState.DOWN
+        self._reason, self._trouble = reason, None
+        self._past, self._latest = lasting(merge([self._past, self._latest])), []
+        incarnation.fail_calls(EngineUnavailable(reason, retry_after_s=1))
+
+    async def _spawn_process(self, endpoints: Endpoints) -> asyncio.subprocess.Process:
+        launch = Launch(
+            to_engine=endpoints.to_engine,
+            to_front=endpoints.to_front,
+            log_format=self._spec.log_format,
+            log_level=self._spec.log_level,
+            settings=dict(self._spec.settings),
+        )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            self._spec.module,
+            stdin=asyncio.subprocess.PIPE,
+        )
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(launch) + b"\n")
+        return process
+
+    async def _watch(self, incarnation: _Incarnation) -> str:
+        """Wait for the first of: the process ends, stops beating, does not start in time, or we stop."""
+        ended = asyncio.create_task(incarnation.process.wait())
+        reader = asyncio.create_task(self._read(incarnation))
+        beats = asyncio.create_task(self._await_silence(incarnation))
+        stop = asyncio.create_task(self._stopping.wait())
+        tasks = (ended, reader, beats, stop)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done():
+                return await self._let_end(incarnation, ended)
+            if reader.done():
+                return reader.result()
+            if beats.done():
+                return beats.result()
+            return await self._ending(ended, reader)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ending(self, ended: asyncio.Task[int], reader: asyncio.Task[str]) -> str:
+        """Return why the process ended; what it said last counts for more than its exit code."""
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(asyncio.shield(reader), 0.5)
+        code = ended.result()
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return f"the engine process {how}"
+
+    async def _read(self, incarnation: _Incarnation) -> str:
+        """Deliver the engine's messages; return when it breaks the protocol or says that it failed."""
+        while True:
+            try:
+                received = await incarnation.channel.receive()
+                if (reason := self._take(incarnation, received)) is not None:
+                    return reason
+            except MalformedMessage as error:
+                return f"the engine process sent a malformed message ({error})"
+
+    def _take(self, incarnation: _Incarnation, received: Message) -> str | None:
+        incarnation.last_beat = asyncio.get_running_loop().time()
+        if received.kind == "beat":
+            beat = received.parse(Beat)
+            self._trouble, self._latest = beat.trouble, beat.families
+        elif received.kind == "ready":
+            self._become_ready(received.parse(dict[str, Any]))
+        elif received.kind == "failed":
+            return received.parse(Failed).reason
+        elif (call := incarnation.calls.get(received.call_id)) is not None:
+            call.deliver(received)
+        return None
+
+    def _become_ready(self, facts: Mapping[str, Any]) -> None:
+        self._state, self._reason, self._trouble, self._facts = EngineState.READY, None, None, facts
+        self._log.info("engine_ready", restarts=self._restarts)
+        if self._started is not None and not self._started.done():
+            self._started.set_result(None)
+
+    async def _await_silence(self, incarnation: _Incarnation) -> str:
+        """Return once the engine did not start, or did not beat, for too long."""
+        loop = asyncio.get_running_loop()
+        incarnation.last_beat = loop.time()
+        while True:
+            ready = self._state is EngineState.READY
+            limit = self._spec.beat_timeout_s if ready else self._spec.start_timeout_s
+            left = incarnation.last_beat + limit - loop.time()
+            if left <= 0:
+                verb = "gave no sign of life" if ready else "was not ready"
+                return f"the engine process {verb} for {limit:g} s and was killed"
+            await asyncio.sleep(min(left, 1.0))
+
+    async def _let_end(self, incarnation: _Incarnation, ended: asyncio.Task[int]) -> str:
+        self._state, self._reason = EngineState.STOPPED, "the worker is shutting down"
+        with suppress(EngineUnavailable, TimeoutError):
+            await incarnation.channel.send(message("stop", Stop(grace_s=self._grace_s)))
+            await asyncio.wait_for(asyncio.shield(ended), self._grace_s + 5.0)
+        return "the worker is shutting down"
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """End the process for certain, and reap it."""
+    if process.stdin is not None:
+        process.stdin.close()
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.kill()
+    await process.wait()

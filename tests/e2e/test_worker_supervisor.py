@@ -1,0 +1,199 @@
+"""The engine process of a worker as its front sees it: real processes, an engine that computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from epdctl.errors import EngineUnavailable, InvalidRequest
+from epdctl.worker.engine import StartFailed
+from epdctl.worker.server import worker_sockets
+from epdctl.worker.supervisor import EngineSpec, EngineState, Supervisor
+
+pytestmark = pytest.mark.e2e
+
+Start = Callable[..., Supervisor]
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Start]:
+    """Build supervisors of the echo engine and end them afterwards."""
+    built: list[Supervisor] = []
+    async with worker_sockets() as (context, directory):
+
+        def build(*, start: str = "ok", **limits: Any) -> Supervisor:
+            spec = EngineSpec(
+                name="echo",
+                module="tests.stubs.echo_engine",
+                settings={"start": start},
+                **{"backoff_s": (0.05, 0.2), "start_timeout_s": 30.0, **limits},
+            )
+            built.append(Supervisor(spec, context, directory))
+            return built[-1]
+
+        yield build
+        for supervisor in built:
+            await supervisor.stop(0.0)
+        assert list(directory.iterdir()) == []
+
+
+async def _until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_call_carries_body_and_frames_both_ways(engine: Start) -> None:
+    """Bodies and byte frames of any size arrive unchanged at the engine and back."""
+    supervisor = engine()
+    await supervisor.start()
+    frames = (b"", b"x" * 5, os.urandom(3_000_000))
+
+    async with supervisor.call() as call:
+        await call.send("echo", {"a": [1, None, "ä"]}, frames)
+        reply = await call.receive()
+        call.end()
+
+    assert (reply.kind, reply.parse(dict[str, Any])) == ("echoed", {"a": [1, None, "ä"]})
+    assert tuple(bytes(f) for f in reply.frames) == frames
+
+
+async def test_failure_of_a_call_arrives_as_the_same_failure(engine: Start) -> None:
+    """A failure that the engine reports is raised at the caller with its class, text and field."""
+    supervisor = engine()
+    await supervisor.start()
+
+    async with supervisor.call() as call:
+        await call.send("refuse")
+        with pytest.raises(InvalidRequest) as failure:
+            await call.receive()
+
+    assert (failure.value.message, failure.value.param) == ("not this", "x")
+
+
+async def test_killed_engine_fails_open_calls_at_once_and_comes_back(engine: Start) -> None:
+    """kill -9 of the engine fails every open call within two seconds; a new process then serves again."""
+    supervisor = engine()
+    await supervisor.start()
+    first = supervisor.status().pid
+    assert first is not None
+
+    async with supervisor.call() as one, supervisor.call() as two:
+        await one.send("silent")
+        await two.send("silent")
+        os.kill(first, signal.SIGKILL)
+        killed_at = time.monotonic()
+        for call in (one, two):
+            with pytest.raises(EngineUnavailable, match="signal 9"):
+                await call.receive()
+        took_s = time.monotonic() - killed_at
+    await _until(lambda: supervisor.status().state is EngineState.READY)
+
+    assert took_s < 2.0
+    assert supervisor.status().restarts == 1
+    async with supervisor.call() as call:
+        await call.send("echo", {})
+        assert (await call.receive()).kind == "echoed"
+        call.end()
+
+
+async def test_no_call_is_taken_while_the_engine_is_down(engine: Start) -> None:
+    """While the engine is down, a call fails at once with the reason, and the status says so."""
+    supervisor = engine(backoff_s=(30.0, 30.0))
+    await supervisor.start()
+    os.kill(supervisor.status().pid or 0, signal.SIGKILL)
+    await _until(lambda: supervisor.status().state is EngineState.DOWN)
+
+    with pytest.raises(EngineUnavailable, match="signal 9"):
+        supervisor.call()
+
+    assert "signal 9" in (supervisor.status().reason or "")
+
+
+async def test_hung_engine_is_killed_and_replaced(engine: Start) -> None:
+    """An engine whose loop stands still is killed after the beat time-out and replaced."""
+    supervisor = engine(beat_timeout_s=2.0)
+    await supervisor.start()
+    first = supervisor.status().pid
+
+    async with supervisor.call() as call:
+        await call.send("hang")
+        with pytest.raises(EngineUnavailable, match="no sign of life"):
+            await call.receive()
+    await _until(lambda: supervisor.status().state is EngineState.READY)
+
+    assert supervisor.status().pid != first
+
+
+@pytest.mark.parametrize(
+    ("start", "reason"),
+    [("fail", "no model at this place"), ("die", "signal 9"), ("hang", "was not ready for")],
+)
+async def test_first_start_that_fails_says_why(engine: Start, start: str, reason: str) -> None:
+    """An engine that cannot start the first time is not retried: the worker learns the reason."""
+    supervisor = engine(start=start, start_timeout_s=3.0 if start == "hang" else 30.0)
+
+    with pytest.raises(StartFailed, match=reason):
+        await supervisor.start()
+
+    assert supervisor.status().state is EngineState.STOPPED
+
+
+async def test_leaving_a_call_early_tells_the_engine(engine: Start) -> None:
+    """A caller that goes away cancels its work at the engine; one that has ended does not."""
+    supervisor = engine()
+    await supervisor.start()
+
+    async with supervisor.call("watch") as watch:
+        async with supervisor.call("over") as over:
+            await over.send("echo", {})
+            await over.receive()
+            over.end()
+        async with supervisor.call("left") as left:
+            await left.send("silent")
+        cancelled = await watch.receive()
+        watch.end()
+
+    assert cancelled.parse(dict[str, str]) == {"call": "left"}
+
+
+async def test_counters_survive_the_engine(engine: Start) -> None:
+    """Counters of an engine process that died are kept and added to those of its successor."""
+    supervisor = engine(beat_timeout_s=30.0)
+    await supervisor.start()
+
+    async def count() -> None:
+        async with supervisor.call() as call:
+            await call.send("count")
+            await call.receive()
+            call.end()
+
+    async def total() -> float:
+        samples = [s for f in await supervisor.families() for s in f.samples]
+        return next((s.value for s in samples if s.name == "epdctl_ec_bytes_total"), 0.0)
+
+    await count()
+    assert await total() == 5.0
+    os.kill(supervisor.status().pid or 0, signal.SIGKILL)
+    await _until(lambda: supervisor.status().restarts == 1 and supervisor.status().state is EngineState.READY)
+    await count()
+
+    assert await total() == 10.0
+
+
+async def test_engine_ends_when_its_front_is_gone(engine: Start) -> None:
+    """An engine whose front closes its pipe (as a killed front does) ends by itself."""
+    supervisor = engine()
+    await supervisor.start()
+    incarnation = supervisor._current
+    assert incarnation is not None and incarnation.process.stdin is not None
+
+    incarnation.process.stdin.close()
+
+    assert await asyncio.wait_for(incarnation.process.wait(), 10.0) == 0
