@@ -1,0 +1,1 @@
+"""Programs and servers that stand in for the outside world in tests."""
