@@ -28,6 +28,12 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command(
+        words=("serve",),
+        summary="run the proxy and the control plane",
+        settings="epdctl.config.serve:ServeSettings",
+        run="epdctl.app:run",
+    ),
+    Command(
         words=("up",),
         summary="start a local deployment (1e1pd, 2e1p2d, …) and keep it until Ctrl-C",
         settings="epdctl.config.local:UpSettings",
