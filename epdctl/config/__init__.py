@@ -6,13 +6,14 @@ Rules of this package: a setting is one field here, and so one flag, one `EPDCTL
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict
+from pydantic_settings import CLI_SUPPRESS, BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
@@ -24,13 +25,18 @@ class CommandSettings(BaseSettings):
         env_prefix="EPDCTL_",
         extra="forbid",
         cli_kebab_case="all",
-        cli_implicit_flags=True,
+        cli_implicit_flags="toggle",
         cli_avoid_json=True,
         cli_hide_none_type=True,
         cli_use_class_docs_for_groups=False,
         populate_by_name=True,
         validate_default=False,
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Straighten the docstring's margin: it is the text of `--help`."""
+        cls.__doc__ = inspect.cleandoc(cls.__doc__ or "")
 
 
 S = TypeVar("S", bound=CommandSettings)
@@ -47,10 +53,24 @@ def _flag(location: tuple[Any, ...]) -> str:
     return name if name.isupper() else "--" + name.replace("_", "-")
 
 
+def _refuse_secrets(kind: type[CommandSettings], prog: str, arguments: Sequence[str]) -> None:
+    """Exit with 2 when a secret is given as a flag: everybody on the machine can read a command line."""
+    for name, field in kind.model_fields.items():
+        flag = "--" + name.replace("_", "-")
+        if CLI_SUPPRESS in field.metadata and any(word.split("=")[0] == flag for word in arguments):
+            usage_error(prog, f"{flag}: give a key as the variable {field.validation_alias}, not as a flag")
+
+
 def load_settings(kind: type[S], prog: str, arguments: Sequence[str]) -> S:
     """Return the settings of `prog` from `arguments` and the environment; exit 2 naming what is wrong."""
+    _refuse_secrets(kind, prog, arguments)
     try:
-        return CliApp.run(kind, cli_args=list(arguments), cli_cmd_method_name="after_load")
+        return CliApp.run(
+            kind,
+            cli_args=list(arguments),
+            cli_settings_source=CliSettingsSource[S](kind, cli_prog_name=prog, case_sensitive=False),
+            cli_cmd_method_name="after_load",
+        )
     except ValidationError as error:
         first = error.errors()[0]
         where = _flag(first["loc"])

@@ -20,7 +20,7 @@ from epdctl.domain import InstanceSpec, Role
 from epdctl.errors import EpdError
 from epdctl.logs import LogFormat, LogLevel
 from epdctl.registry.addresses import check_consumer_addresses, normalise_url
-from epdctl.registry.policies import Policy
+from epdctl.registry.policies import PolicyName
 
 NO_PREFILL = frozenset({"none", "disable", ""})
 
@@ -128,9 +128,9 @@ class ServeSettings(CommandSettings):
         900.0, description="seconds after which an evicted or pending instance is forgotten; 0 keeps it"
     )
 
-    encode_policy: Policy = Field(Policy.ROUND_ROBIN, description="how an item's encoder is chosen")
-    prefill_policy: Policy = Field(Policy.ROUND_ROBIN, description="how a request's prefill is chosen")
-    decode_policy: Policy = Field(Policy.ROUND_ROBIN, description="how a request's decode is chosen")
+    encode_policy: PolicyName = Field("round_robin", description="how an item's encoder is chosen")
+    prefill_policy: PolicyName = Field("round_robin", description="how a request's prefill is chosen")
+    decode_policy: PolicyName = Field("round_robin", description="how a request's decode is chosen")
     kv_connector: Literal["nixl", "mooncake"] = Field(
         "nixl", description="KV hand-off from prefill to decode; labels.kv_connector of an instance wins"
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from math import ceil
+from typing import Literal
 
 from blake3 import blake3
 
@@ -23,8 +24,12 @@ BOUNDED_LOAD_FACTOR = 1.25
 """A consistent-hashing target may hold this many times the mean load before its keys spill over."""
 
 
+PolicyName = Literal["round_robin", "least_inflight", "power_of_two", "consistent_hashing"]
+"""Values of `Policy`, as `--encode-policy` and its like take them."""
+
+
 class Policy(StrEnum):
-    """Names of the policies, as `--encode-policy` and its like take them."""
+    """The policies."""
 
     ROUND_ROBIN = "round_robin"
     LEAST_INFLIGHT = "least_inflight"
