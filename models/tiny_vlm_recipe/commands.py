@@ -45,7 +45,12 @@ def write_random(
 
 
 def check(folder: Path, *, per_task: int) -> int:
-    """Evaluate a checkpoint; return 1 if it falls short of what is promised, else 0."""
+    """Evaluate a checkpoint; return 1 if it falls short of what is promised, else 0.
+
+    Raises ValueError for a folder without a checkpoint.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no checkpoint: there is no config.json in it")
     _prepare_torch()
     loaded = load(folder)
     collator = Collator(tokenizer=loaded.tokenizer, image_processor=loaded.image_processor)
