@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# One encode instance, one prefill_decode instance and the proxy: start, wait, register, send NUM_PROMPTS requests,
+# then one with a local picture (its answer is the only line on stdout), and take everything down.
+#
+#   scripts/launch_1e1pd.sh                                      the tiny model on the CPU, bundled workers
+#   MODEL=Qwen/Qwen2.5-VL-3B-Instruct scripts/launch_1e1pd.sh    a model of the hub
+#   ENGINE=vllm scripts/launch_1e1pd.sh                          vLLM instances (see VLLM_PYTHON)
+#
+# Variables, as in vLLM's disagg_1e1pd_example.sh, with their defaults:
+#   MODEL                 the tiny model of this repository
+#   ENCODE_PORT 19534     PREFILL_DECODE_PORT 19535      PROXY_PORT (or ENDPOINT_PORT) 10001
+#   DEVICE_PLATFORM       cuda, xpu or cpu; cuda where nvidia-smi finds a device, else cpu
+#   GPU_E 0  GPU_PD 1     which device each instance sees, by DEVICE_AFFINITY_ENV (CUDA_VISIBLE_DEVICES, ZE_AFFINITY_MASK)
+#   MAX_NUM_SEQS 128      MAX_MODEL_LEN (the checkpoint's)
+#   NUM_PROMPTS 100       LOG_PATH .run/launch_1e1pd     TIMEOUT_SECONDS 300
+#   DYNAMIC_REGISTRATION  1: register over HTTP with ADMIN_API_KEY (made up when not given); 0: static URLs
+#   EC_SHARED_STORAGE_PATH  folder of ECExampleConnector (ENGINE=vllm); emptied first, so it must be ours
+# and besides: ENGINE (bundled, vllm), EC_PORT 14579, QUESTION; with ENGINE=vllm those of launch_vllm.sh.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/launch_lib.sh"
+source "$ROOT/scripts/launch_vllm.sh"
+
+ENCODE_PORT=${ENCODE_PORT:-19534}
+PREFILL_DECODE_PORT=${PREFILL_DECODE_PORT:-19535}
+GPU_E=${GPU_E:-0}
+GPU_PD=${GPU_PD:-1}
+EC_ADDRESS=tcp://$HOST:$EC_PORT
+
+start_bundled() {
+  local common=(--model "$MODEL" --host "$HOST" --device "$DEVICE_PLATFORM" --allowed-local-media-path "$ROOT/examples")
+  local limits=(${MAX_MODEL_LEN:+--max-model-len "$MAX_MODEL_LEN"})
+  # shellcheck disable=SC2046 # an empty affinity is no word
+  start prefill_decode "$PREFILL_DECODE_PORT" env $(affinity "$GPU_PD") "$VENV_PYTHON" -m epdctl worker prefill-decode \
+    --port "$PREFILL_DECODE_PORT" --ec-ip "$HOST" --ec-port "$EC_PORT" \
+    --max-batch-items "$MAX_NUM_SEQS" "${common[@]}" "${limits[@]}"
+  # shellcheck disable=SC2046
+  start encode "$ENCODE_PORT" env $(affinity "$GPU_E") "$VENV_PYTHON" -m epdctl worker encode \
+    --port "$ENCODE_PORT" --max-batch-items "$MAX_NUM_SEQS" "${common[@]}"
+}
+
+start_vllm() {
+  start_vllm_encode "$ENCODE_PORT" "$GPU_E"
+  start_vllm_consumer prefill_decode "$PREFILL_DECODE_PORT" "$GPU_PD" "$GPU_MEMORY_UTILIZATION_PD"
+  if [ "$EC_CONNECTOR" != ECMooncakeConnector ]; then EC_ADDRESS=; fi
+}
+
+choose_device
+choose_engine
+require_free_port PROXY_PORT "$PROXY_PORT"
+require_free_port ENCODE_PORT "$ENCODE_PORT"
+require_free_port PREFILL_DECODE_PORT "$PREFILL_DECODE_PORT"
+require_free_port EC_PORT "$EC_PORT"
+ensure_environment
+ensure_engine
+mkdir -p "$LOG_PATH"
+stop_with_script
+
+"start_$ENGINE"
+start_proxy --encode-servers-urls "http://$HOST:$ENCODE_PORT" --decode-servers-urls "http://$HOST:$PREFILL_DECODE_PORT" \
+  ${EC_ADDRESS:+--ec-consumer-zmq-addrs "$EC_ADDRESS"}
+wait_all_healthy
+register encode "$ENCODE_PORT"
+register prefill_decode "$PREFILL_DECODE_PORT" "$EC_ADDRESS"
+wait_servable
+send_prompts
+ask_about_local_picture

@@ -1,0 +1,170 @@
+# Sourced by the launch scripts of this folder: what they share. They follow vLLM's example launchers
+# (disagg_1e1pd_example.sh, disagg_1e1p1d_example.sh of 0.33) in variables and in the order of events.
+#
+# Each process leads its own process group, writes to its own log, and is taken down with the script, however that
+# ends: at its end, on Ctrl-C, on SIGTERM, or when another process fails.
+
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+ENGINE=${ENGINE:-bundled}                       # bundled: epdctl's own workers; vllm: real vLLM instances
+MODEL=${MODEL:-$ROOT/models/tiny-vlm/qwen2_5_vl}
+LOG_PATH=${LOG_PATH:-$ROOT/.run/$(basename "$0" .sh)}
+HOST=127.0.0.1
+PROXY_PORT=${PROXY_PORT:-${ENDPOINT_PORT:-10001}}
+PROXY_URL=http://$HOST:$PROXY_PORT
+EC_PORT=${EC_PORT:-14579}                       # control port of the embeddings' consumer
+NUM_PROMPTS=${NUM_PROMPTS:-100}
+MAX_NUM_SEQS=${MAX_NUM_SEQS:-128}
+MAX_MODEL_LEN=${MAX_MODEL_LEN:-}                # empty: what the checkpoint allows
+TIMEOUT_SECONDS=${TIMEOUT_SECONDS:-300}         # until everything is healthy
+DYNAMIC_REGISTRATION=${DYNAMIC_REGISTRATION:-1} # 0: the proxy gets the URLs as flags
+PICTURE=$ROOT/examples/red.png
+QUESTION=${QUESTION:-What is the color of the image?}
+STOP_SECONDS=15
+
+fail() {
+  say "$(basename "$0"): $*"
+  exit 1
+}
+
+usage_error() {
+  say "$(basename "$0"): $*"
+  exit 2
+}
+
+# --- devices -------------------------------------------------------------------------------------------------------
+
+choose_device() {
+  if [ -z "${DEVICE_PLATFORM:-}" ]; then
+    DEVICE_PLATFORM=cpu
+    if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then DEVICE_PLATFORM=cuda; fi
+  fi
+  case $DEVICE_PLATFORM in
+  cuda) : "${DEVICE_AFFINITY_ENV:=CUDA_VISIBLE_DEVICES}" ;;
+  xpu) : "${DEVICE_AFFINITY_ENV:=ZE_AFFINITY_MASK}" ;;
+  cpu) : "${DEVICE_AFFINITY_ENV:=}" ;; # no device to pick; name a variable to have one set all the same
+  *) usage_error "DEVICE_PLATFORM=$DEVICE_PLATFORM: use cuda, xpu or cpu" ;;
+  esac
+}
+
+affinity() { # DEVICE -> "NAME=DEVICE", or nothing where there is no device to pick
+  [ -z "$DEVICE_AFFINITY_ENV" ] || printf '%s=%s\n' "$DEVICE_AFFINITY_ENV" "$1"
+}
+
+# --- processes -----------------------------------------------------------------------------------------------------
+
+NAMES=() PIDS=() PORTS=()
+
+stop_all() {
+  local status=$? pid deadline
+  trap - EXIT INT TERM
+  [ ${#PIDS[@]} = 0 ] || say "stopping"
+  for pid in "${PIDS[@]}"; do kill -TERM -- "-$pid" 2>/dev/null || true; done
+  deadline=$((SECONDS + STOP_SECONDS))
+  for pid in "${PIDS[@]}"; do
+    while kill -0 -- "-$pid" 2>/dev/null && ((SECONDS < deadline)); do sleep 0.2; done
+    kill -KILL -- "-$pid" 2>/dev/null || true
+  done
+  exit "$status"
+}
+
+stop_with_script() {
+  trap stop_all EXIT
+  trap 'exit 130' INT
+  trap 'exit 143' TERM
+}
+
+require_free_port() { # VARIABLE PORT
+  if (exec 3<>"/dev/tcp/$HOST/$2") 2>/dev/null; then
+    usage_error "port $2 is in use: set $1 to a free one"
+  fi
+}
+
+start() { # NAME PORT COMMAND...
+  local name=$1 port=$2
+  shift 2
+  setsid "$@" >"$LOG_PATH/$name.log" 2>&1 </dev/null &
+  NAMES+=("$name") PIDS+=($!) PORTS+=("$port")
+  say "$name: starting on port $port, log $LOG_PATH/$name.log"
+}
+
+answers() { # URL -> whether it answers 200
+  [ "$(curl -s -o /dev/null -m 2 -w '%{http_code}' "$1")" = 200 ]
+}
+
+wait_healthy() { # INDEX
+  local name=${NAMES[$1]} pid=${PIDS[$1]} port=${PORTS[$1]} told=$SECONDS
+  until answers "http://$HOST:$port/health"; do
+    if ! kill -0 "$pid" 2>/dev/null; then
+      say "$name ended; the end of $LOG_PATH/$name.log:"
+      tail -n 15 "$LOG_PATH/$name.log" | sed 's/^/    /' >&2
+      exit 1
+    fi
+    ((SECONDS < TIMEOUT_SECONDS)) || fail "$name was not healthy within $TIMEOUT_SECONDS s; see $LOG_PATH/$name.log"
+    if ((SECONDS - told >= 5)); then
+      told=$SECONDS
+      say "$name: not healthy yet ($SECONDS s)"
+    fi
+    sleep 0.3
+  done
+  say "$name: healthy after $SECONDS s"
+}
+
+wait_all_healthy() {
+  local index
+  for index in "${!PIDS[@]}"; do wait_healthy "$index"; done
+}
+
+# --- the proxy and its instances -----------------------------------------------------------------------------------
+
+start_proxy() { # STATIC_FLAGS...: used when DYNAMIC_REGISTRATION is 0
+  local flags=(--host "$HOST" --port "$PROXY_PORT" --store memory --drain-delay 0)
+  if [ "$DYNAMIC_REGISTRATION" = 1 ]; then
+    ADMIN_API_KEY=${ADMIN_API_KEY:-$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n')}
+    export ADMIN_API_KEY
+    flags+=(--dynamic-registration)
+  else
+    unset ADMIN_API_KEY
+    flags+=("$@")
+  fi
+  start proxy "$PROXY_PORT" "$VENV_PYTHON" -m epdctl serve "${flags[@]}"
+}
+
+register() { # ROLE PORT [EC_ADDRESS]
+  [ "$DYNAMIC_REGISTRATION" = 1 ] || return 0
+  local body="{\"role\": \"$1\", \"url\": \"http://$HOST:$2\"${3:+, \"ec_zmq_addrs\": [\"$3\"]}}"
+  say "registering $body"
+  curl -sS --fail-with-body -m 30 "$PROXY_URL/instances" -H "X-API-Key: $ADMIN_API_KEY" \
+    -H 'Content-Type: application/json' -d "$body" >&2 || fail "the proxy refused the registration"
+  say ""
+}
+
+wait_servable() {
+  local deadline=$((SECONDS + 30))
+  until answers "$PROXY_URL/ready"; do
+    ((SECONDS < deadline)) || fail "the proxy is not ready; ask $PROXY_URL/instances?view=detail why"
+    sleep 0.2
+  done
+  say "all services are up at $PROXY_URL"
+}
+
+# --- requests ------------------------------------------------------------------------------------------------------
+
+send_prompts() {
+  ((NUM_PROMPTS > 0)) || return 0
+  say "sending $NUM_PROMPTS streaming requests"
+  "$VENV_PYTHON" "$ROOT/scripts/send_prompts.py" --url "$PROXY_URL" --model "$MODEL" --count "$NUM_PROMPTS" \
+    --question "$QUESTION"
+}
+
+ask_about_local_picture() {
+  local answer
+  say "one request with the local picture $PICTURE"
+  answer=$(curl -sS --fail-with-body -m 300 "$PROXY_URL/v1/chat/completions" -H 'Content-Type: application/json' -d '{
+    "model": "'"$MODEL"'", "temperature": 0, "max_tokens": 64,
+    "messages": [{"role": "user", "content": [
+      {"type": "image_url", "image_url": {"url": "file://'"$PICTURE"'"}},
+      {"type": "text", "text": "'"$QUESTION"'"}]}]}') || fail "the request failed: $answer"
+  say "$answer"
+  "$VENV_PYTHON" -c 'import json, sys; print(json.load(sys.stdin)["choices"][0]["message"]["content"])' <<<"$answer"
+}

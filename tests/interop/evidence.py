@@ -1,0 +1,178 @@
+"""Proof that an embedding came through the EC connector: what was seen on the wire, on disk, and in metrics.
+
+Rules of this file: each check returns what is wrong as sentences, an empty list when all is well; nothing
+here compares answers, a right answer is no proof of the way it took."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+
+from tests.interop.control_tap import ControlTap
+from tests.interop.scenarios import Scenario
+from tests.interop.tap import Exchange
+
+PIXELS = re.compile(rb'"(image_url|input_image|image_pil)"|data:image/|/media/')
+
+
+def content_parts(body: Any) -> Iterator[dict[str, Any]]:
+    """Yield the content parts of a chat request."""
+    for message in body["messages"]:
+        content = message.get("content")
+        yield from content if isinstance(content, list) else ()
+
+
+def parts_of_type(body: Any, kind: str) -> list[dict[str, Any]]:
+    """Return a chat request's content parts of one type."""
+    return [part for part in content_parts(body) if part.get("type") == kind]
+
+
+def encoder_problems(calls: Iterable[Exchange], scenario: Scenario) -> list[str]:
+    """Check that encoders were sent all images, and only images."""
+    bodies = [call.request_json() for call in calls]
+    images = sum(len(parts_of_type(body, "image_url")) for body in bodies)
+    problems = []
+    if images < scenario.images:
+        problems.append(f"encoders were sent {images} images of {scenario.images}")
+    if any(parts_of_type(body, "text") for body in bodies):
+        problems.append("an encoder was sent text")
+    return problems
+
+
+def consumer_problems(calls: list[Exchange], scenario: Scenario) -> list[str]:
+    """Check that the consumer of embeddings, and every stage behind it, got metadata and no pixels."""
+    problems = [] if calls else ["the consumer was not called"]
+    for call in calls:
+        found = len(parts_of_type(call.request_json(), "image_embeds"))
+        if found != scenario.images:
+            problems.append(f"{call.hop} was sent {found} image_embeds parts of {scenario.images}")
+        if PIXELS.search(call.request_body):
+            problems.append(f"{call.hop} was sent a picture")
+    return problems
+
+
+class Evidence(Protocol):
+    """One more witness: `mark` before a request, `problems` after it."""
+
+    async def mark(self) -> None:
+        """Remember how things stand."""
+
+    async def problems(self, scenario: Scenario) -> list[str]:
+        """Return what contradicts that the scenario's embeddings came by the connector."""
+
+
+class StoredFiles:
+    """ECExampleConnector's folder: one new file for each different image."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._before: set[Path] = set()
+
+    def _files(self) -> set[Path]:
+        return set(self._folder.glob("*/encoder_cache.safetensors"))
+
+    async def mark(self) -> None:
+        """Remember which files there are."""
+        self._before = self._files()
+
+    async def problems(self, scenario: Scenario) -> list[str]:
+        """Check that as many files are new as the scenario has different images."""
+        new = len(self._files() - self._before)
+        wanted = scenario.distinct_images
+        return [] if new == wanted else [f"{new} embeddings were stored, not {wanted}"]
+
+
+class ControlMessages:
+    """A Mooncake consumer's control channel: a completed delivery for each different image."""
+
+    def __init__(self, tap: ControlTap) -> None:
+        self._tap = tap
+        self._mark = 0
+
+    async def mark(self) -> None:
+        """Remember how many exchanges there were."""
+        self._mark = len(self._tap.exchanges)
+
+    async def problems(self, scenario: Scenario) -> list[str]:
+        """Check that every different image was reserved for and its write completed."""
+        seen = self._tap.exchanges[self._mark :]
+        reserved = sum(self._granted(e.request, e.reply) for e in seen)
+        completed = sum(self._completed(e.request, e.reply) for e in seen)
+        wanted = scenario.distinct_images
+        problems = []
+        if reserved < wanted:
+            problems.append(f"{reserved} reservations were granted, not {wanted}")
+        if completed < wanted:
+            problems.append(f"{completed} transfers were completed, not {wanted}")
+        return problems
+
+    @staticmethod
+    def _granted(request: dict[str, Any], reply: dict[str, Any]) -> int:
+        if not reply.get("ok"):
+            return 0
+        if request["op"] == "reserve":
+            return int(reply["result"]["write"])
+        if request["op"] == "reserve_batch":
+            return sum(i["result"]["write"] for i in reply["result"]["items"] if i["ok"])
+        return 0
+
+    @staticmethod
+    def _completed(request: dict[str, Any], reply: dict[str, Any]) -> int:
+        if not reply.get("ok"):
+            return 0
+        if request["op"] == "complete":
+            return int(reply["result"]["completed"])
+        if request["op"] == "complete_batch":
+            return sum(item["completed"] for item in reply["result"]["items"])
+        return 0
+
+
+@dataclass(slots=True, kw_only=True)
+class TransferMetrics:
+    """A bundled worker's own counters: one delivery and some bytes for each different image."""
+
+    url: str
+    side: str
+    _transfers: float = 0.0
+    _bytes: float = 0.0
+
+    async def _read(self) -> tuple[float, float]:
+        timeout = aiohttp.ClientTimeout(total=10)
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.get(f"{self.url}/metrics") as answer,
+        ):
+            text = await answer.text()
+        return (
+            counter(text, "epdctl_ec_transfers_total", side=self.side, outcome="ok"),
+            counter(text, "epdctl_ec_bytes_total", side=self.side),
+        )
+
+    async def mark(self) -> None:
+        """Remember the counters."""
+        self._transfers, self._bytes = await self._read()
+
+    async def problems(self, scenario: Scenario) -> list[str]:
+        """Check that the counters moved by at least the scenario's different images."""
+        transfers, moved = await self._read()
+        wanted = scenario.distinct_images
+        problems = []
+        if transfers - self._transfers < wanted:
+            problems.append(f"{self.side} counts {transfers - self._transfers:.0f} transfers, not {wanted}")
+        if wanted and moved <= self._bytes:
+            problems.append(f"{self.side} counts no bytes moved")
+        return problems
+
+
+def counter(text: str, name: str, **labels: str) -> float:
+    """Return the sum of a metric's series that carry `labels`, from an exposition text."""
+    total = 0.0
+    for match in re.finditer(rf"^{name}(?:\{{(.*)\}})? (\S+)$", text, re.MULTILINE):
+        if all(f'{key}="{value}"' in (match[1] or "") for key, value in labels.items()):
+            total += float(match[2])
+    return total

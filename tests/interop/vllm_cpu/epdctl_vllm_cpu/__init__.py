@@ -1,0 +1,1 @@
+"""Repairs for vLLM's CPU wheel; see the README beside this package's folder."""
