@@ -28,10 +28,46 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command(
+        words=("worker", "encode"),
+        summary="run an encode worker: the vision tower of a model, pushing embeddings over Mooncake",
+        settings="epdctl.config.worker:EncodeSettings",
+        run="epdctl.worker.encode.main:run",
+    ),
+    Command(
         words=("serve",),
         summary="run the proxy and the control plane",
         settings="epdctl.config.serve:ServeSettings",
         run="epdctl.app:run",
+    ),
+    Command(
+        words=("instances", "list"),
+        summary="list a proxy's instances and their states",
+        settings="epdctl.config.client:ListSettings",
+        run="epdctl.instances.commands:list_instances",
+    ),
+    Command(
+        words=("instances", "show"),
+        summary="show all that a proxy knows about one instance",
+        settings="epdctl.config.client:ShowSettings",
+        run="epdctl.instances.commands:show",
+    ),
+    Command(
+        words=("instances", "register"),
+        summary="register an instance, and wait until it is ready",
+        settings="epdctl.config.client:RegisterSettings",
+        run="epdctl.instances.commands:register",
+    ),
+    Command(
+        words=("instances", "drain"),
+        summary="let an instance finish its work, then remove it",
+        settings="epdctl.config.client:DrainSettings",
+        run="epdctl.instances.commands:drain",
+    ),
+    Command(
+        words=("instances", "remove"),
+        summary="remove an instance at once",
+        settings="epdctl.config.client:RemoveSettings",
+        run="epdctl.instances.commands:remove",
     ),
     Command(
         words=("up",),

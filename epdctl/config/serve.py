@@ -8,7 +8,8 @@ moves over unchanged; its checks and messages are kept, and the differences are 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,59 +17,14 @@ from pydantic import Field, FilePath, SecretStr, field_validator, model_validato
 from pydantic_settings import CliSuppress
 
 from epdctl.config import CommandSettings
+from epdctl.config.stages import StageTimeouts, parse_stage_timeouts
+from epdctl.config.text import checked, split_list
 from epdctl.domain import InstanceSpec, Role
-from epdctl.errors import EpdError
 from epdctl.logs import LogFormat, LogLevel
 from epdctl.registry.addresses import check_consumer_addresses, normalise_url
 from epdctl.registry.policies import PolicyName
 
 NO_PREFILL = frozenset({"none", "disable", ""})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTimeouts:
-    """Deadlines of a request's stages, in seconds.
-
-    `connect` is opening a connection; `encode` and `prefill` are whole calls; `first_byte` is decode's
-    headers; `idle` is the longest silence inside a response; `queue` is the wait for a slot of
-    `--max-concurrent-requests`.
-    """
-
-    connect: float = 5.0
-    encode: float = 60.0
-    prefill: float = 300.0
-    first_byte: float = 300.0
-    idle: float = 300.0
-    queue: float = 30.0
-
-
-def parse_stage_timeouts(text: str) -> StageTimeouts:
-    """Return the defaults with the pairs of `text` (`encode=60,idle=300`) put in; ValueError names a bad
-    one.
-    """
-    known = [field.name for field in fields(StageTimeouts)]
-    given: dict[str, float] = {}
-    for pair in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = (piece.strip() for piece in pair.partition("="))
-        if name not in known:
-            raise ValueError(f"unknown stage '{name}' (known: {', '.join(known)})")
-        given[name] = _positive_seconds(pair, value)
-    return replace(StageTimeouts(), **given)
-
-
-def _positive_seconds(pair: str, value: str) -> float:
-    try:
-        seconds = float(value)
-    except ValueError:
-        raise ValueError(f"'{pair}' needs a number of seconds, for example encode=60") from None
-    if not 0 < seconds <= 86_400:
-        raise ValueError(f"'{pair}' must be above 0 and at most 86400 seconds")
-    return seconds
-
-
-def split_list(text: str) -> tuple[str, ...]:
-    """Return the non-empty pieces of a comma-separated list."""
-    return tuple(piece.strip() for piece in text.split(",") if piece.strip())
 
 
 def state_folder() -> Path:
@@ -262,7 +218,7 @@ class ServeSettings(CommandSettings):
                 "--ec-consumer-zmq-addrs must contain one address per consumer replica: "
                 f"expected {expected} ({len(urls)} servers x {size} replicas), got {len(addresses)}"
             )
-        _checked("--ec-consumer-zmq-addrs", lambda: check_consumer_addresses(addresses, len(addresses)))
+        checked("--ec-consumer-zmq-addrs", lambda: check_consumer_addresses(addresses, len(addresses)))
         return [
             replace(spec, dp_size=size, ec_zmq_addrs=addresses[index * size : (index + 1) * size])
             for index, spec in enumerate(_specs(flag, role, urls))
@@ -296,16 +252,8 @@ class ServeSettings(CommandSettings):
 
 def _specs(flag: str, role: Role, urls: tuple[str, ...]) -> list[InstanceSpec]:
     return [
-        InstanceSpec(url=_checked(flag, lambda url=url: normalise_url(url)), role=role, static=True)
-        for url in urls
+        InstanceSpec(url=checked(flag, partial(normalise_url, url)), role=role, static=True) for url in urls
     ]
-
-
-def _checked(flag: str, check: Any) -> Any:
-    try:
-        return check()
-    except EpdError as error:
-        raise ValueError(f"{flag}: {error.message}") from None
 
 
 def _refuse_duplicates(specs: list[InstanceSpec]) -> None:
