@@ -45,8 +45,11 @@ class Process:
     Use `start_process`; `stop` is idempotent and is what teardown calls.
     """
 
-    def __init__(self, popen: subprocess.Popen[bytes], name: str, stdout: Path, stderr: Path) -> None:
+    def __init__(
+        self, popen: subprocess.Popen[bytes], command: Sequence[str], name: str, stdout: Path, stderr: Path
+    ) -> None:
         self.popen = popen
+        self.command = tuple(command)
         self.name = name
         self.stdout_path = stdout
         self.stderr_path = stderr
@@ -80,6 +83,15 @@ class Process:
         """Resident memory of the process itself, without children."""
         fields = Path(f"/proc/{self.pid}/statm").read_text().split()
         return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def peak_rss_bytes(self) -> int:
+        """The most resident memory since the start, or since `reset_peak_rss`."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
+
+    def reset_peak_rss(self) -> None:
+        """Let the peak start anew from what is resident now."""
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
     def open_descriptors(self) -> int:
         """How many descriptors it holds."""
@@ -170,7 +182,7 @@ def start_process(
             cwd=cwd,
             start_new_session=True,
         )
-    return Process(popen, name, stdout, stderr)
+    return Process(popen, command, name, stdout, stderr)
 
 
 def epdctl_command(*arguments: str) -> list[str]:

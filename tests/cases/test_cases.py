@@ -1,0 +1,38 @@
+"""Every case file, run against the real proxy process with stub instances.
+
+Cases of another part of the product are not run here: `test_harness.py` checks that each is listed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.cases.judged import JUDGED
+from tests.cases.loader import OTHER_PARTS, OWN_FOLDER, RUN_HERE, Case, load_folder
+from tests.cases.runner import run_case
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+CASES_FOLDER = Path(os.environ.get("EPDCTL_CASES_DIR") or OWN_FOLDER)
+
+
+def _parameters() -> list[object]:
+    cases = load_folder(CASES_FOLDER)
+    chosen = [case for case in cases if case.target not in OTHER_PARTS and case.id not in JUDGED]
+    return [pytest.param(case, id=case.id, marks=_marks(case)) for case in chosen]
+
+
+def _marks(case: Case) -> list[pytest.MarkDecorator]:
+    marks = [pytest.mark.full] if case.nightly else []
+    return [*marks, pytest.mark.worker] if "worker" in case.target else marks
+
+
+@pytest.mark.parametrize("case", _parameters())
+async def test_case(case: Case, tmp_path: Path) -> None:
+    """All expectations of a case hold against the real proxy."""
+    assert case.target in RUN_HERE, f"{case.id}: unknown target {case.target!r}"
+    failures = await run_case(case, tmp_path)
+    assert not failures, f"{case.id}: {case.raw.get('right')}\n" + "\n".join(failures)
