@@ -34,6 +34,12 @@ COMMANDS: tuple[Command, ...] = (
         run="epdctl.worker.encode.main:run",
     ),
     Command(
+        words=("worker", "prefill-decode"),
+        summary="run a prefill_decode worker: the language model, fed with pushed embeddings",
+        settings="epdctl.config.language:PrefillDecodeSettings",
+        run="epdctl.worker.language.main:run_prefill_decode",
+    ),
+    Command(
         words=("serve",),
         summary="run the proxy and the control plane",
         settings="epdctl.config.serve:ServeSettings",

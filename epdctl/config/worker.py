@@ -1,18 +1,21 @@
-"""Settings of the bundled workers: what they share, and `epdctl worker encode`.
+"""Settings of the bundled workers: what they share, and those of `epdctl worker encode`.
 
 Rules of this file: a flag is here only if it works; defaults exist once, here.
 """
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AliasChoices, BeforeValidator, Field, SecretStr, field_validator
-from pydantic_settings import NoDecode
+from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
+from pydantic_settings import CliSuppress, NoDecode
 
-from epdctl.config import CommandSettings
+from epdctl.config import CommandSettings, child_environment
 from epdctl.logs import LogFormat, LogLevel
+from epdctl.worker.transfer.environment import mooncake_environment, parse_ports
 
 MIB = 1024 * 1024
 GIB = 1024 * MIB
@@ -53,19 +56,18 @@ class WorkerSettings(CommandSettings):
     dtype: Dtype = Field("auto", description="Data type of the model; auto is the checkpoint's own.")
     threads: int = Field(1, ge=1, description="CPU threads of the engine process.")
     register_url: str | None = Field(
-        None,
-        validation_alias=AliasChoices("register", "EPDCTL_REGISTER"),
+        default_factory=lambda: os.environ.get("EPDCTL_REGISTER"),
+        validation_alias="register",
         description="URL of an epdctl proxy to register with; kept alive, withdrawn on exit. The key comes "
-        "from ADMIN_API_KEY.",
+        "from the variable ADMIN_API_KEY.",
     )
-    admin_api_key: SecretStr | None = Field(
-        None, validation_alias="ADMIN_API_KEY", description="Key for --register (environment only)."
+    admin_api_key: CliSuppress[SecretStr | None] = Field(
+        None, validation_alias="ADMIN_API_KEY", description="Key that --register sends in X-API-Key."
     )
     max_body_bytes: int = Field(256 * MIB, ge=1024, description="Largest request body.")
     mooncake_protocol: Literal["tcp", "rdma"] = Field("tcp", description="Transport of Mooncake.")
     mooncake_ports: str | None = Field(
         None,
-        pattern=r"^\d+-\d+$",
         description="Ports Mooncake may listen on, A-B, below 32768. Default: Mooncake's own, 15000-17000.",
     )
     shutdown_grace: float = Field(
@@ -74,9 +76,76 @@ class WorkerSettings(CommandSettings):
     log_format: LogFormat = Field("json", description="Log format, on stderr.")
     log_level: LogLevel = Field("info", description="Lowest level that is logged.")
 
+    @field_validator("mooncake_ports")
+    @classmethod
+    def _ports(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_ports(value)
+        return value
+
     _urls = field_validator("advertise_url", "register_url")(_http_url)
 
     @property
     def model_name(self) -> str:
         """The name that requests must use."""
         return self.served_model_name or self.model
+
+    @property
+    def mooncake_port_range(self) -> tuple[int, int] | None:
+        """The two ends of `--mooncake-ports`, or None."""
+        return parse_ports(self.mooncake_ports) if self.mooncake_ports else None
+
+    @property
+    def engine_environment(self) -> dict[str, str]:
+        """The environment of an engine process: ours, with what Mooncake must find before it is loaded."""
+        given = child_environment()
+        ports = self.mooncake_port_range
+        return given | mooncake_environment(given, protocol=self.mooncake_protocol, ports=ports)
+
+
+class EncodeSettings(WorkerSettings):
+    """Run an encode worker: the vision tower of a model, without its language model.
+
+    Pictures come in as OpenAI chat requests, embeddings go to EC consumers over Mooncake, as from a vLLM
+    encoder (ECMooncakeConnector).
+
+    examples:
+      epdctl worker encode --model Qwen/Qwen2.5-VL-3B-Instruct --port 8001
+      epdctl worker encode --model models/tiny-vlm/qwen2_5_vl --host 127.0.0.1 --register http://127.0.0.1:8000
+      epdctl worker encode --model ./m --allowed-local-media-path /data/images --max-batch-items 32
+    """
+
+    reply_after: Literal["push", "encode"] = Field(
+        "push", description="Answer when the consumer has the embeddings, or as soon as they are encoded."
+    )
+    cache_bytes: int = Field(
+        256 * MIB, ge=MIB, description="Embedding cache: the memory that Mooncake reads from."
+    )
+    max_batch_tokens: int = Field(8192, ge=1, description="Most embedding rows in one forward.")
+    max_batch_items: int = Field(16, ge=1, description="Most images in one forward.")
+    max_item_tokens: int = Field(16384, ge=1, description="Most embedding rows of one image.")
+    max_items: int = Field(64, ge=1, description="Most images in one request.")
+    queue_items: int = Field(512, ge=1, description="Most images accepted at a time; beyond it 429.")
+    transfer_timeout: float = Field(8.0, gt=0, description="Seconds until a push that makes no end fails.")
+    media_threads: int = Field(2, ge=1, description="Threads that decode and resize images.")
+    media_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one image.")
+    media_redirects: int = Field(3, ge=0, description="Redirects to follow for one image.")
+    max_media_bytes: int = Field(64 * MIB, ge=1, description="Largest image file.")
+    max_image_pixels: int = Field(89_478_485, ge=1, description="Most pixels of an image, width x height.")
+    allowed_media_domains: CommaList = Field(
+        (),
+        description="Comma-separated hosts that images may be fetched from, which may then be private ones. "
+        "Default: any host with public addresses only.",
+    )
+    allowed_local_media_path: Path | None = Field(
+        None, description="Folder that file:// URLs may name files in. Default: none may."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> EncodeSettings:
+        if self.max_items > self.queue_items:
+            raise ValueError("--queue-items must be at least --max-items")
+        path = self.allowed_local_media_path
+        if path is not None and not path.is_dir():
+            raise ValueError(f"--allowed-local-media-path {path}: no such folder")
+        return self

@@ -149,6 +149,11 @@ class Channel:
                 await self._send.send_multipart(frames, copy=not large)
         except (TimeoutError, zmq.ZMQError) as error:
             raise EngineUnavailable("the engine process does not take messages", retry_after_s=1) from error
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
+            # Closing a socket cancels its pending sends (pyzmq 27); that is no cancellation of the caller.
+            raise EngineUnavailable("the engine process is gone", retry_after_s=1) from error
 
     async def receive(self) -> Message:
         """Wait for the next message; raises MalformedMessage for one that cannot be read."""
@@ -158,6 +163,11 @@ class Channel:
         """Close both sockets; what was not sent is dropped."""
         self._send.close(linger=0)
         self._receive.close(linger=0)
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:

@@ -34,7 +34,7 @@ from epdctl.worker.samples import merge, render, snapshot
 from epdctl.worker.supervisor import EngineState, Supervisor
 
 JSON = "application/json"
-_GENERATION_PREFIX = "/v1/chat/", "/v1/completions"
+_GENERATION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
 class InFlight:
@@ -149,12 +149,13 @@ def add_common_routes(app: web.Application, edge: WorkerEdge) -> None:
 
 
 def counting_middleware(edge: WorkerEdge, topology: str) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """Return the middleware that counts generation requests in flight and by outcome, and refuses new ones
-    while draining."""
+    """Return the middleware that counts generation requests by outcome, and refuses while draining."""
 
     @web.middleware
     async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not request.path.startswith(_GENERATION_PREFIX):
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else ""
+        if route not in _GENERATION_ROUTES:
             return await handler(request)
         edge.in_flight.begin()
         outcome = "aborted"
@@ -172,7 +173,7 @@ def counting_middleware(edge: WorkerEdge, topology: str) -> Callable[..., Awaita
             raise
         finally:
             edge.in_flight.end()
-            edge.metrics.requests.labels(request.path, topology, outcome).inc()
+            edge.metrics.requests.labels(route, topology, outcome).inc()
 
     return count
 
@@ -225,6 +226,8 @@ class WorkerRun:
     edge: WorkerEdge
     announcer: Announcer | None
     grace_s: float
+    prepare: Callable[[], Awaitable[None]] | None = None
+    """What the front itself must load; runs while the engines start. Raises StartFailed."""
 
 
 async def run_worker(run: WorkerRun) -> int:
@@ -239,7 +242,7 @@ async def run_worker(run: WorkerRun) -> int:
     log.info("worker_listening", host=host, port=port)
     announcing: asyncio.Task[None] | None = None
     try:
-        if not await _start_engines(run.edge.engines, stop):
+        if not await _start_engines(run, stop):
             return 0 if stop.is_set() else 1
         log.info("worker_ready", model=run.edge.model_name)
         if run.announcer is not None:
@@ -262,15 +265,21 @@ def _on_signals(stop: asyncio.Event, now: asyncio.Event) -> None:
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
 
 
-async def _start_all(engines: Sequence[Supervisor]) -> None:
+async def _start_all(run: WorkerRun) -> None:
     async with asyncio.TaskGroup() as group:
-        for engine in engines:
+        for engine in run.edge.engines:
             group.create_task(engine.start())
+        if run.prepare is not None:
+            group.create_task(_awaited(run.prepare()))
 
 
-async def _start_engines(engines: Sequence[Supervisor], stop: asyncio.Event) -> bool:
+async def _awaited(work: Awaitable[None]) -> None:
+    await work
+
+
+async def _start_engines(run: WorkerRun, stop: asyncio.Event) -> bool:
     """Start all engines; False when one cannot start (its reason is logged) or a signal came first."""
-    starting = asyncio.create_task(_start_all(engines))
+    starting = asyncio.create_task(_start_all(run))
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)

@@ -57,12 +57,14 @@ class EngineState(StrEnum):
 class EngineSpec:
     """How to start one engine process.
 
-    `module` is run with `python -m` in our environment; `settings` reach it as JSON.
+    `module` is run with `python -m`; `settings` reach it as JSON. `environment` is its whole environment,
+    None stands for ours.
     """
 
     name: str
     module: str
     settings: Mapping[str, Any]
+    environment: Mapping[str, str] | None = None
     log_format: LogFormat = "json"
     log_level: LogLevel = "info"
     start_timeout_s: float = 600.0
@@ -315,6 +317,7 @@ class Supervisor:
             "-m",
             self._spec.module,
             stdin=asyncio.subprocess.PIPE,
+            env=self._spec.environment,
         )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(launch) + b"\n")
@@ -335,17 +338,17 @@ class Supervisor:
                 return reader.result()
             if beats.done():
                 return beats.result()
-            return await self._ending(ended, reader)
+            return await self._ending(ended.result(), reader)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _ending(self, ended: asyncio.Task[int], reader: asyncio.Task[str]) -> str:
-        """Return why the process ended; what it said last counts for more than its exit code."""
-        with suppress(TimeoutError):
-            return await asyncio.wait_for(asyncio.shield(reader), 0.5)
-        code = ended.result()
+    async def _ending(self, code: int, reader: asyncio.Task[str]) -> str:
+        """Return why the process ended; while it starts, what it said last counts for more than its code."""
+        if self._state is EngineState.STARTING:
+            with suppress(TimeoutError):
+                return await asyncio.wait_for(asyncio.shield(reader), 0.5)
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return f"the engine process {how}"
 

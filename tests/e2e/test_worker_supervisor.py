@@ -15,6 +15,7 @@ from epdctl.errors import EngineUnavailable, InvalidRequest
 from epdctl.worker.engine import StartFailed
 from epdctl.worker.server import worker_sockets
 from epdctl.worker.supervisor import EngineSpec, EngineState, Supervisor
+from tests.stubs.process import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -41,12 +42,6 @@ async def engine() -> AsyncIterator[Start]:
         for supervisor in built:
             await supervisor.stop(0.0)
         assert list(directory.iterdir()) == []
-
-
-async def _until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_call_carries_body_and_frames_both_ways(engine: Start) -> None:
@@ -93,7 +88,7 @@ async def test_killed_engine_fails_open_calls_at_once_and_comes_back(engine: Sta
             with pytest.raises(EngineUnavailable, match="signal 9"):
                 await call.receive()
         took_s = time.monotonic() - killed_at
-    await _until(lambda: supervisor.status().state is EngineState.READY)
+    await wait_until(lambda: supervisor.status().state is EngineState.READY, "ready", 20.0)
 
     assert took_s < 2.0
     assert supervisor.status().restarts == 1
@@ -103,12 +98,35 @@ async def test_killed_engine_fails_open_calls_at_once_and_comes_back(engine: Sta
         call.end()
 
 
+async def test_messages_to_a_dying_engine_fail_as_unavailable(engine: Start) -> None:
+    """A message that is under way while the engine dies fails as EngineUnavailable, not as a cancellation."""
+    supervisor = engine()
+    await supervisor.start()
+
+    async def talk() -> str:
+        try:
+            async with asyncio.timeout(10.0):
+                while True:
+                    async with supervisor.call() as call:
+                        await call.send("echo", {}, (bytes(200_000),))
+                        await call.receive()
+                        call.end()
+        except EngineUnavailable:
+            return "unavailable"
+
+    talking = [asyncio.create_task(talk()) for _ in range(8)]
+    await asyncio.sleep(0)
+    os.kill(supervisor.status().pid or 0, signal.SIGKILL)
+
+    assert await asyncio.gather(*talking, return_exceptions=True) == ["unavailable"] * 8
+
+
 async def test_no_call_is_taken_while_the_engine_is_down(engine: Start) -> None:
     """While the engine is down, a call fails at once with the reason, and the status says so."""
     supervisor = engine(backoff_s=(30.0, 30.0))
     await supervisor.start()
     os.kill(supervisor.status().pid or 0, signal.SIGKILL)
-    await _until(lambda: supervisor.status().state is EngineState.DOWN)
+    await wait_until(lambda: supervisor.status().state is EngineState.DOWN, "down")
 
     with pytest.raises(EngineUnavailable, match="signal 9"):
         supervisor.call()
@@ -126,7 +144,7 @@ async def test_hung_engine_is_killed_and_replaced(engine: Start) -> None:
         await call.send("hang")
         with pytest.raises(EngineUnavailable, match="no sign of life"):
             await call.receive()
-    await _until(lambda: supervisor.status().state is EngineState.READY)
+    await wait_until(lambda: supervisor.status().state is EngineState.READY, "ready", 20.0)
 
     assert supervisor.status().pid != first
 
@@ -181,7 +199,8 @@ async def test_counters_survive_the_engine(engine: Start) -> None:
     await count()
     assert await total() == 5.0
     os.kill(supervisor.status().pid or 0, signal.SIGKILL)
-    await _until(lambda: supervisor.status().restarts == 1 and supervisor.status().state is EngineState.READY)
+    await wait_until(lambda: supervisor.status().restarts == 1, "restart")
+    await wait_until(lambda: supervisor.status().state is EngineState.READY, "ready", 20.0)
     await count()
 
     assert await total() == 10.0

@@ -1,6 +1,6 @@
 """A worker engine that computes nothing: it echoes, fails, hangs or dies as its messages ask.
 
-Run by `worker.supervisor` as `python -m tests.stubs.echo_engine`. Settings: `start` = "ok", "fail", "die", "hang".
+Run by `worker.supervisor` with `python -m`. Setting `start`: "ok", "fail", "die", "hang".
 Messages: `echo` (frames come back), `refuse`, `die`, `hang` (stops beating), `silent` (never answered),
 `count` (moves a counter); `cancel` is answered with `cancelled` on the call `watch`.
 """
@@ -52,7 +52,7 @@ class EchoEngine:
         elif received.kind == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         elif received.kind == "hang":
-            time.sleep(3600)
+            time.sleep(3600)  # noqa: ASYNC251 - a hung loop is what this is for
         elif received.kind == "cancel":
             await self._context.send(message("cancelled", {"call": call_id}, call_id="watch"))
 

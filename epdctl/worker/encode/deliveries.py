@@ -1,0 +1,153 @@
+"""Takes finished embeddings to their consumers, and tells the front how that went.
+
+Rules of this file: an entry is pinned from the moment its delivery begins until the transfer engine can no
+longer read it, which may be later than the answer. Deliveries are bounded; beyond the bound a call is
+refused, never queued without end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+
+from epdctl.domain import MmHash, TransferId
+from epdctl.errors import EngineUnavailable, EpdError, Overloaded, ShuttingDown
+from epdctl.worker.channel import Message, error_message, message
+from epdctl.worker.encode.cache import EmbeddingCache, Entry
+from epdctl.worker.encode.messages import Ask, Done
+from epdctl.worker.transfer.ports import Pusher, PushItem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeliveryPolicy:
+    """`reply_after_push`: the front hears `done` only when the consumer has the bytes."""
+
+    reply_after_push: bool
+    max_deliveries: int = 1024
+
+
+class _Source:
+    """The pinned bytes of one delivery; let go exactly once."""
+
+    def __init__(self, let_go: Callable[[], None]) -> None:
+        self._let_go: Callable[[], None] | None = let_go
+        self.with_pusher = False
+        """Whether the pusher has it, who then says when nothing reads it any more."""
+
+    def release(self) -> None:
+        let_go, self._let_go = self._let_go, None
+        if let_go is not None:
+            let_go()
+
+
+class Deliveries:
+    """All deliveries under way."""
+
+    def __init__(
+        self,
+        pusher: Pusher,
+        cache: EmbeddingCache,
+        send: Callable[[Message], Awaitable[None]],
+        *,
+        policy: DeliveryPolicy,
+        address_of: Callable[[Entry], int],
+        on_room: Callable[[], None],
+    ) -> None:
+        self._pusher = pusher
+        self._cache = cache
+        self._send = send
+        self._policy = policy
+        self._address_of = address_of
+        self._on_room = on_room
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._log = structlog.get_logger()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further delivery is taken now."""
+        return len(self._tasks) >= self._policy.max_deliveries
+
+    def begin(self, call_id: str, ask: Ask, entry: Entry, source: str) -> None:
+        """Deliver `entry` to where `ask` says, as a task; the front hears the end."""
+        self._cache.pin(entry)
+        held = _Source(lambda: self._release(entry))
+        task = asyncio.create_task(self._run(call_id, ask, entry, source, held))
+        self._tasks[call_id] = task
+        task.add_done_callback(lambda _: self._ended(call_id, held))
+
+    def cancel(self, call_id: str) -> None:
+        """Give up the delivery of a call that was left."""
+        if (task := self._tasks.get(call_id)) is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Give up whatever is still under way."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, call_id: str, held: _Source) -> None:
+        self._tasks.pop(call_id, None)
+        if not held.with_pusher:
+            held.release()
+        self._on_room()
+
+    def _release(self, entry: Entry) -> None:
+        self._cache.unpin(entry)
+        self._on_room()
+
+    async def _run(self, call_id: str, ask: Ask, entry: Entry, source: str, held: _Source) -> None:
+        facts = entry.facts
+        assert facts is not None
+        done = Done(grid=facts.grid, rows=facts.rows, transfer_id=ask.transfer_id, source=source)
+        early = message("done", done, call_id=call_id)
+        with suppress(EngineUnavailable):  # the front is gone; there is nobody to tell
+            if ask.consumer_zmq is None or ask.transfer_id is None:
+                await self._send(early)
+            elif self._policy.reply_after_push:
+                await self._send(await self._push(call_id, ask, entry, done, held))
+            else:
+                await self._send(early)
+                await self._push(call_id, ask, entry, done, held)
+
+    async def _push(self, call_id: str, ask: Ask, entry: Entry, done: Done, held: _Source) -> Message:
+        """Push `entry` and return the message that tells how it went."""
+        held.with_pusher = True
+        try:
+            result = await self._pusher.push(self._item(ask, entry, held))
+        except EpdError as error:
+            self._log.warning("push_failed", transfer_id=ask.transfer_id, error_code=error.code)
+            return error_message(error, call_id=call_id)
+        delivered = msgspec.structs.replace(done, transfer_id=str(result.transfer_id))
+        return message("done", delivered, call_id=call_id)
+
+    def _item(self, ask: Ask, entry: Entry, held: _Source) -> PushItem:
+        facts = entry.facts
+        assert facts is not None and ask.consumer_zmq is not None and ask.transfer_id is not None
+        return PushItem(
+            consumer_zmq=ask.consumer_zmq,
+            transfer_id=TransferId(ask.transfer_id),
+            mm_hash=MmHash(ask.mm_hash),
+            nbytes=entry.region.nbytes,
+            shape=(facts.rows, facts.width),
+            dtype=facts.dtype,
+            address=self._address_of(entry),
+            digest=facts.digest,
+            on_source_free=held.release,
+        )
+
+
+def refusal(*, stopping: bool) -> EpdError:
+    """Return why a call is not taken now."""
+    if stopping:
+        return ShuttingDown("this worker is shutting down")
+    return Overloaded("too many embeddings wait for their consumers", retry_after_s=1)

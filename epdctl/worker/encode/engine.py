@@ -1,0 +1,215 @@
+"""The encode engine process: who asks for what, who gets pixels, who gets the embedding.
+
+Life of an item: `encode` arrives -> cache hit: delivered at once / under way: waits / else its front is asked
+for pixels -> `pixels` arrive: queued for the tower -> encoded and cached -> delivered to every call that
+waits.
+
+Rules of this file: order of steps only; who waits for what is in `flights`, what runs next in `scheduler`,
+what stays in `cache`. The tower runs on one thread; everything else is on the event loop, so no locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from epdctl.errors import EngineUnavailable, EpdError, ShuttingDown
+from epdctl.worker.channel import Message, error_message, message
+from epdctl.worker.encode.cache import EmbeddingCache, Entry
+from epdctl.worker.encode.checkpoint import checkpoint_identity
+from epdctl.worker.encode.deliveries import Deliveries, DeliveryPolicy, refusal
+from epdctl.worker.encode.flights import Action, AskForPixels, Flights
+from epdctl.worker.encode.messages import Ask, EncodeEngineSettings, Pixels, ReadyFacts
+from epdctl.worker.encode.scheduler import BatchLimits, Scheduler
+from epdctl.worker.encode.tower_queue import QueueEvents, TowerQueue
+from epdctl.worker.encode.transfer import open_transfer
+from epdctl.worker.encode.vision import Tower
+from epdctl.worker.engine import EngineContext, run_engine
+from epdctl.worker.transfer.arena import Arena
+from epdctl.worker.transfer.memory import HostMemory
+
+_DRAIN_POLL_S = 0.02
+
+
+class EncodeEngine:
+    """See the module."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self._metrics = context.metrics
+        self._settings = msgspec.convert(context.settings, EncodeEngineSettings)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
+        self._flights = Flights(self._settings.max_asked)
+        self._asks: dict[str, Ask] = {}
+        self._outbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    async def start(self) -> Mapping[str, Any]:
+        """Load the tower, run it once, register the arena with Mooncake; raises StartFailed."""
+        self._tower = await asyncio.get_running_loop().run_in_executor(self._thread, self.load_tower)
+        self._memory = HostMemory(self._settings.cache_bytes)
+        self._arena = Arena(self._settings.cache_bytes)
+        self._cache = EmbeddingCache(self._arena)
+        self._transfer = await open_transfer(self._settings, self._memory, self._metrics)
+        self._deliveries = self._new_deliveries()
+        self._queue = self._new_queue()
+        self._show_gauges()
+        self._tasks = [asyncio.create_task(self._queue.run()), asyncio.create_task(self._send_outbox())]
+        return msgspec.structs.asdict(self._facts())
+
+    def load_tower(self) -> Tower:
+        """Return the loaded tower (on the compute thread)."""
+        settings = self._settings
+        folder = Path(settings.folder)
+        return Tower.load(folder, dtype=settings.dtype, device=settings.device, threads=settings.threads)
+
+    def _new_deliveries(self) -> Deliveries:
+        return Deliveries(
+            self._transfer.pusher,
+            self._cache,
+            self._context.send,
+            policy=DeliveryPolicy(reply_after_push=self._settings.reply_after == "push"),
+            address_of=lambda entry: self._memory.address + entry.region.offset,
+            on_room=self._wake,
+        )
+
+    def _new_queue(self) -> TowerQueue:
+        limits = BatchLimits(
+            max_tokens=self._settings.max_batch_tokens, max_items=self._settings.max_batch_items
+        )
+        events = QueueEvents(
+            running=self._flights.running,
+            landed=self._landed,
+            may_run=lambda: not self._deliveries.is_full,
+        )
+        return TowerQueue(
+            self._tower, self._thread, self._memory, self._cache, Scheduler(limits), self._metrics, events
+        )
+
+    def _wake(self) -> None:
+        self._queue.wake()
+
+    def _facts(self) -> ReadyFacts:
+        return ReadyFacts(
+            model_type=self._tower.model_type,
+            model_identity=checkpoint_identity(Path(self._settings.folder)),
+            dtype=self._tower.dtype,
+            width=self._tower.width,
+            merge=self._tower.merge,
+            parameters=self._tower.parameter_names,
+            session=self._transfer.session,
+        )
+
+    def _show_gauges(self) -> None:
+        for state in self._arena.bytes_by_state():
+            gauge = self._metrics.arena_bytes.labels(state)
+            gauge.set_function(lambda state=state: self._arena.bytes_by_state()[state])  # type: ignore[misc]
+        self._metrics.cache_bytes.labels("l1").set_function(lambda: self._cache.nbytes)
+
+    async def handle(self, received: Message) -> None:
+        """Take one message of the front."""
+        call_id = received.call_id
+        if received.kind == "encode":
+            self._ask(call_id, received.parse(Ask))
+        elif received.kind == "pixels":
+            self._take_pixels(call_id, received.parse(Pixels), received.frames)
+        elif received.kind == "cancel":
+            self._leave(call_id)
+
+    def health(self) -> str | None:
+        """Return what troubles the tower, or None; raises RuntimeError when a loop of ours has ended."""
+        if any(task.done() for task in self._tasks) and not self._stopping:
+            raise RuntimeError("a loop of the encode engine has ended")
+        return self._queue.trouble()
+
+    async def stop(self, grace_s: float) -> None:
+        """Take nothing new, let the accepted items end within `grace_s`, fail the rest, free everything."""
+        self._stopping = True
+        deadline = asyncio.get_running_loop().time() + grace_s
+        while len(self._flights) or len(self._deliveries):
+            if asyncio.get_running_loop().time() >= deadline:
+                break
+            await asyncio.sleep(_DRAIN_POLL_S)
+        for call_id in list(self._asks):
+            self._fail(call_id, ShuttingDown("this worker is shutting down"))
+        await self._deliveries.close()
+        await self._outbox.join()
+        for task in self._tasks:
+            task.cancel()
+        await self._transfer.close()
+
+    def _ask(self, call_id: str, ask: Ask) -> None:
+        if self._stopping or self._deliveries.is_full:
+            self._fail(call_id, refusal(stopping=self._stopping))
+            return
+        entry = self._cache.get(ask.key)
+        if entry is not None:
+            self._metrics.cache_requests.labels("l1", "hit").inc()
+            self._deliveries.begin(call_id, ask, entry, "cached")
+            return
+        self._asks[call_id] = ask
+        joined = self._flights.ask(call_id, ask.key)
+        self._metrics.cache_requests.labels("l1", "joined" if joined else "miss").inc()
+        self._admit()
+
+    def _take_pixels(self, call_id: str, pixels: Pixels, frames: Sequence[Any]) -> None:
+        key = self._flights.arrived(call_id)
+        if key is None or len(frames) != 1:
+            return
+        try:
+            self._queue.add(key, memoryview(frames[0]), pixels.grid)
+        except EpdError as error:
+            self._landed(key, error)
+
+    def _leave(self, call_id: str) -> None:
+        self._asks.pop(call_id, None)
+        self._deliveries.cancel(call_id)
+        self._do(self._flights.leave(call_id))
+        self._admit()
+
+    def _admit(self) -> None:
+        room = self._queue.pixel_bytes < self._settings.max_pending_pixel_bytes
+        self._do(self._flights.admit(room=room))
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, AskForPixels):
+                self._outbox.put_nowait(message("send_pixels", call_id=action.call_id))
+            else:
+                self._queue.remove(action.key)
+
+    def _landed(self, key: str, result: Entry | EpdError) -> None:
+        for call_id in self._flights.land(key):
+            if isinstance(result, EpdError):
+                self._fail(call_id, result)
+            else:
+                self._deliveries.begin(call_id, self._asks.pop(call_id), result, "encoded")
+        self._admit()
+
+    def _fail(self, call_id: str, error: EpdError) -> None:
+        self._asks.pop(call_id, None)
+        self._outbox.put_nowait(error_message(error, call_id=call_id))
+
+    async def _send_outbox(self) -> None:
+        """Send what the synchronous steps decided, in order."""
+        while True:
+            outgoing = await self._outbox.get()
+            with suppress(EngineUnavailable):  # the front is gone or going, and so are we
+                await self._context.send(outgoing)
+            self._outbox.task_done()
+
+
+def main() -> int:
+    """Run the engine in this process."""
+    return run_engine(EncodeEngine)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,51 @@
+"""One batch on the compute thread: tower forward, rows into the arena, digest of what lies there.
+
+Rules of this file: runs on the compute thread and touches nothing but its arguments. A batch that fails is
+run again item by item, so that only the item at fault fails.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from blake3 import blake3
+
+from epdctl.errors import EncodeFailed
+from epdctl.worker.encode.messages import Grid
+from epdctl.worker.encode.vision import Tower
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One item of a batch: float32 patches as bytes, their grid, and the arena memory for its rows."""
+
+    patches: memoryview
+    grid: Grid
+    target: memoryview
+
+
+def run_batch(tower: Tower, jobs: Sequence[Job]) -> list[str | EncodeFailed]:
+    """Encode `jobs` and return, for each, the blake3 hex of its rows, or why it failed."""
+    try:
+        return list(_run(tower, jobs))
+    except EncodeFailed as failure:
+        if len(jobs) == 1:
+            return [failure]
+        return [result for job in jobs for result in run_batch(tower, [job])]
+
+
+def _run(tower: Tower, jobs: Sequence[Job]) -> list[str]:
+    outputs = tower.encode([(_tensor(job, tower.patch_elements), job.grid) for job in jobs])
+    for index, job in enumerate(jobs):
+        outputs.copy_rows(index, job.target)
+    return [blake3(job.target).hexdigest() for job in jobs]
+
+
+def _tensor(job: Job, elements: int) -> torch.Tensor:
+    with warnings.catch_warnings():
+        # The received frame is read-only and stays so: the tower only reads its input.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+        return torch.frombuffer(job.patches, dtype=torch.float32).view(-1, elements)

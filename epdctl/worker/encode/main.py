@@ -1,0 +1,162 @@
+"""`epdctl worker encode`: builds the worker from its settings and runs it.
+
+Rules of this file: what can be wrong with the command line is found before anything slow is started.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+import uvloop
+
+from epdctl.config import EXIT_FAILED, usage_error
+from epdctl.config.worker import EncodeSettings
+from epdctl.domain import Role
+from epdctl.logs import configure_logs
+from epdctl.metrics import WorkerMetrics
+from epdctl.worker.announce import Announcement, NoAddress, SelfRegistration, advertised_url
+from epdctl.worker.encode.api import add_encode_routes
+from epdctl.worker.encode.checkpoint import find_checkpoint
+from epdctl.worker.encode.front import EncodeFront, FrontLimits
+from epdctl.worker.encode.messages import EncodeEngineSettings
+from epdctl.worker.engine import StartFailed
+from epdctl.worker.media import MediaLimits
+from epdctl.worker.media_address import FetchRules
+from epdctl.worker.server import (
+    InFlight,
+    WorkerEdge,
+    WorkerRun,
+    bind_socket,
+    build_app,
+    run_worker,
+    worker_sockets,
+)
+from epdctl.worker.supervisor import EngineSpec, Supervisor
+
+PROG = "epdctl worker encode"
+ENGINE_MODULE = "epdctl.worker.encode.engine"
+
+
+def run(settings: EncodeSettings, *, engine_module: str = ENGINE_MODULE) -> int:
+    """Run an encode worker until it is told to stop; return the exit code."""
+    configure_logs(settings.log_format, settings.log_level)
+    try:
+        folder = find_checkpoint(settings.model)
+        listener = bind_socket(settings.host, settings.port)
+    except StartFailed as error:
+        return _failed(str(error))
+    except OSError as error:
+        return _failed(
+            f"--host {settings.host} --port {settings.port}: cannot listen there ({error.strerror})"
+        )
+    port = int(listener.getsockname()[1])
+    try:
+        url = advertised_url(settings.host, port, settings.advertise_url, settings.register_url)
+    except NoAddress as error:
+        listener.close()
+        usage_error(PROG, str(error))
+    return uvloop.run(_serve(settings, folder, listener, url, engine_module))
+
+
+def _failed(reason: str) -> int:
+    print(f"{PROG}: {reason}", file=sys.stderr)  # noqa: T201 - the log is not for a wrong command line
+    return EXIT_FAILED
+
+
+async def _serve(
+    settings: EncodeSettings, folder: Path, listener: socket.socket, url: str, engine_module: str
+) -> int:
+    metrics = WorkerMetrics()
+    async with worker_sockets() as (context, directory):
+        engine = Supervisor(_engine_spec(settings, folder, url, engine_module), context, directory)
+        front = EncodeFront(
+            settings.model_name, engine, _front_limits(settings), _media_limits(settings), metrics
+        )
+        edge = WorkerEdge(
+            model_name=settings.model_name,
+            model_root=settings.model,
+            max_model_len=None,
+            engines=[engine],
+            metrics=metrics,
+            in_flight=InFlight(),
+            trouble=front.trouble,
+        )
+        app = build_app(edge, Role.ENCODE.value, settings.max_body_bytes)
+        add_encode_routes(app, front, settings.model_name)
+        worker = WorkerRun(
+            app=app,
+            listener=listener,
+            edge=edge,
+            announcer=_announcer(settings, url),
+            grace_s=settings.shutdown_grace,
+            prepare=lambda: front.start(folder),
+        )
+        try:
+            return await run_worker(worker)
+        finally:
+            await front.close()
+
+
+def _engine_spec(settings: EncodeSettings, folder: Path, url: str, module: str) -> EngineSpec:
+    engine = EncodeEngineSettings(
+        folder=str(folder),
+        dtype=settings.dtype,
+        device=settings.device,
+        threads=settings.threads,
+        cache_bytes=settings.cache_bytes,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_batch_items=settings.max_batch_items,
+        max_asked=2 * settings.media_threads + settings.max_batch_items,
+        max_pending_pixel_bytes=256 * 1024 * 1024,
+        reply_after=settings.reply_after,
+        host=urlsplit(url).hostname or "127.0.0.1",
+        mooncake_protocol=settings.mooncake_protocol,
+        transfer_timeout_s=settings.transfer_timeout,
+    )
+    return EngineSpec(
+        name="encode-0",
+        module=module,
+        settings=msgspec.to_builtins(engine),
+        environment=settings.engine_environment,
+        log_format=settings.log_format,
+        log_level=settings.log_level,
+    )
+
+
+def _front_limits(settings: EncodeSettings) -> FrontLimits:
+    return FrontLimits(
+        max_items=settings.max_items,
+        queue_items=settings.queue_items,
+        max_image_pixels=settings.max_image_pixels,
+        max_item_tokens=settings.max_item_tokens,
+        media_threads=settings.media_threads,
+    )
+
+
+def _media_limits(settings: EncodeSettings) -> MediaLimits:
+    return MediaLimits(
+        max_bytes=settings.max_media_bytes,
+        timeout_s=settings.media_timeout,
+        max_redirects=settings.media_redirects,
+        rules=FetchRules(allowed_hosts=settings.allowed_media_domains),
+        local_path=settings.allowed_local_media_path,
+    )
+
+
+def _announcer(settings: EncodeSettings, url: str) -> SelfRegistration | None:
+    if settings.register_url is None:
+        return None
+    key = settings.admin_api_key
+    return SelfRegistration(
+        Announcement(
+            registry_url=settings.register_url,
+            url=url,
+            role=Role.ENCODE,
+            api_key=key.get_secret_value() if key else None,
+            model=settings.model_name,
+        )
+    )

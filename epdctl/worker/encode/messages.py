@@ -1,0 +1,72 @@
+"""What the encode worker's front and its engine say to each other, one call per item.
+
+    front -> engine   `encode` (Ask), then, when asked, `pixels` (Pixels + one frame of float32 patches);
+                      `cancel` when the call is left
+    engine -> front   `send_pixels`: not cached and not under way, decode the picture now;
+                      `done` (Done), or `error`: the end of the call
+
+Rules of this file: plain structs. Sizes are bytes, rows and widths elements.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+Grid = tuple[int, int, int]
+
+
+class EncodeEngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one encode engine process."""
+
+    folder: str
+    dtype: str
+    device: str
+    threads: int
+    cache_bytes: int
+    max_batch_tokens: int
+    max_batch_items: int
+    max_asked: int
+    max_pending_pixel_bytes: int
+    reply_after: str
+    host: str
+    mooncake_protocol: str
+    transfer_timeout_s: float = 8.0
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """Encode one item and push it to `consumer_zmq` under these names; no consumer: only encode."""
+
+    key: str
+    mm_hash: str
+    transfer_id: str | None = None
+    consumer_zmq: str | None = None
+
+
+class Pixels(msgspec.Struct, frozen=True, kw_only=True):
+    """The patches in the message's frame: float32 `[t*h*w, elements]`."""
+
+    grid: Grid
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """The item is encoded, and pushed if a consumer was named (unless the reply does not wait for that).
+
+    `transfer_id` is the one it was delivered under; `source` tells a cache hit from a forward.
+    """
+
+    grid: Grid
+    rows: int
+    transfer_id: str | None = None
+    source: str = "encoded"
+
+
+class ReadyFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a started engine tells its front."""
+
+    model_type: str
+    model_identity: str
+    dtype: str
+    width: int
+    merge: int
+    parameters: list[str]
+    session: str

@@ -1,0 +1,215 @@
+"""Feeds the tower: pixels wait here, batches run on the compute thread, rows end up in the cache.
+
+Rules of this file: a batch runs only when there is arena space for all of its rows, so embeddings cannot
+pile up without a place; space comes back when deliveries end. What runs is never interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import structlog
+
+from epdctl.errors import EncodeFailed, EpdError, MediaUnavailable
+from epdctl.metrics import WorkerMetrics
+from epdctl.worker.encode.cache import EmbeddingCache, Entry, Facts
+from epdctl.worker.encode.forward import Job, run_batch
+from epdctl.worker.encode.messages import Grid
+from epdctl.worker.encode.scheduler import Scheduler
+from epdctl.worker.encode.vision import Tower
+from epdctl.worker.transfer.memory import HostMemory
+
+UNHEALTHY_AFTER_FAILURES = 3
+SELF_TEST_INTERVAL_S = 2.0
+STUCK_AFTER_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Pixels of one item: float32 patches as bytes, their grid; `since` is the loop's time of arrival."""
+
+    patches: memoryview
+    grid: Grid
+    since: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueEvents:
+    """Who is told: `running` before a forward, `landed` with each result, `may_run` asked before a batch."""
+
+    running: Callable[[Sequence[str]], None]
+    landed: Callable[[str, Entry | EpdError], None]
+    may_run: Callable[[], bool]
+
+
+class TowerQueue:
+    """The waiting items and the loop that runs them; `run` is its only task."""
+
+    def __init__(
+        self,
+        tower: Tower,
+        thread: Executor,
+        memory: HostMemory,
+        cache: EmbeddingCache,
+        scheduler: Scheduler,
+        metrics: WorkerMetrics,
+        events: QueueEvents,
+    ) -> None:
+        self._tower = tower
+        self._thread = thread
+        self._memory = memory
+        self._cache = cache
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._events = events
+        self._waiting: dict[str, Waiting] = {}
+        self._changed = asyncio.Event()
+        self._failures = 0
+        self._busy_since: float | None = None
+        self._log = structlog.get_logger()
+        self.pixel_bytes = 0
+        """Bytes of the pixels that wait for the tower or are in it."""
+
+    def rows_of(self, grid: Grid) -> int:
+        """Return the embedding rows that a picture of `grid` gives."""
+        time, height, width = grid
+        return time * height * width // self._tower.merge**2
+
+    def nbytes_of(self, grid: Grid) -> int:
+        """Return the bytes of the rows of a picture of `grid`."""
+        return self.rows_of(grid) * self._tower.width * self._tower.itemsize
+
+    def add(self, key: str, patches: memoryview, grid: Grid) -> None:
+        """Queue an item.
+
+        Raises:
+            EncodeFailed: the pixels are not those of the grid.
+            MediaUnavailable: its rows are larger than the whole cache.
+        """
+        self._check(patches, grid)
+        now = asyncio.get_running_loop().time()
+        self._waiting[key] = Waiting(patches=patches, grid=grid, since=now)
+        self.pixel_bytes += patches.nbytes
+        self._scheduler.add(key, self.rows_of(grid))
+        self._changed.set()
+
+    def _check(self, patches: memoryview, grid: Grid) -> None:
+        time, height, width = grid
+        merge = self._tower.merge
+        expected = time * height * width * self._tower.patch_elements * 4
+        if min(grid) < 1 or height % merge or width % merge or patches.nbytes != expected:
+            raise EncodeFailed(f"{patches.nbytes} bytes of pixels do not belong to the grid {list(grid)}")
+        if not self._cache.fits(self.nbytes_of(grid)):
+            text = f"the image's embedding of {self.nbytes_of(grid)} bytes is larger than the embedding cache"
+            raise MediaUnavailable(f"{text} (--cache-bytes)")
+
+    def remove(self, key: str) -> None:
+        """Forget an item that nobody wants any more; one that runs already is let run."""
+        if self._scheduler.remove(key):
+            self._let_go(key)
+
+    def wake(self) -> None:
+        """Say that something changed: arena space came back, or a delivery ended."""
+        self._changed.set()
+
+    def trouble(self) -> str | None:
+        """Return why the tower cannot be relied on now, or None."""
+        if self._failures >= UNHEALTHY_AFTER_FAILURES:
+            return f"the vision tower failed {self._failures} times in a row"
+        if self._busy_since is not None:
+            busy_s = asyncio.get_running_loop().time() - self._busy_since
+            if busy_s > STUCK_AFTER_S:
+                return f"the vision tower has been in one batch for {busy_s:.0f} s"
+        return None
+
+    async def run(self) -> None:
+        """Run batches until cancelled."""
+        while True:
+            await self._await_change()
+            self._changed.clear()
+            while self._events.may_run() and (batch := self._reserve_batch()):
+                await self._run_batch(batch)
+
+    async def _await_change(self) -> None:
+        """Wait for work; a tower in trouble is tested meanwhile, since no traffic may come to heal it."""
+        timeout = SELF_TEST_INTERVAL_S if self._failures >= UNHEALTHY_AFTER_FAILURES else None
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout)
+        except TimeoutError:
+            await self._self_test()
+
+    async def _self_test(self) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._tower.self_test)
+        except EncodeFailed:
+            self._failures += 1
+        else:
+            self._failures = 0
+
+    def _reserve_batch(self) -> list[tuple[str, Entry]]:
+        """Return the next batch with its arena space; items without space go back to the front."""
+        keys = self._scheduler.next_batch()
+        evicted = self._cache.evictions
+        batch: list[tuple[str, Entry]] = []
+        for key in keys:
+            entry = self._cache.reserve(key, self.nbytes_of(self._waiting[key].grid))
+            if entry is None:
+                break
+            batch.append((key, entry))
+        self._metrics.cache_evictions.labels("l1").inc(self._cache.evictions - evicted)
+        left = keys[len(batch) :]
+        self._scheduler.put_back([(key, self.rows_of(self._waiting[key].grid)) for key in left])
+        return batch
+
+    async def _run_batch(self, batch: list[tuple[str, Entry]]) -> None:
+        self._events.running([key for key, _ in batch])
+        loop = asyncio.get_running_loop()
+        self._busy_since = begun = loop.time()
+        for key, _ in batch:
+            self._metrics.encode_queue_seconds.observe(begun - self._waiting[key].since)
+        jobs = [self._job(key, entry) for key, entry in batch]
+        try:
+            results = await loop.run_in_executor(self._thread, run_batch, self._tower, jobs)
+        except Exception:  # noqa: BLE001 - the one supervisor of this loop: it costs the batch only
+            self._log.exception("encode_batch_failed", items=len(batch))
+            results = [EncodeFailed("the vision tower failed on this item")] * len(batch)
+        finally:
+            self._busy_since = None
+        self._metrics.encode_batch_items.observe(len(batch))
+        self._metrics.encode_seconds.observe(loop.time() - begun)
+        for (key, entry), result in zip(batch, results, strict=True):
+            self._land(key, entry, result)
+
+    def _job(self, key: str, entry: Entry) -> Job:
+        waiting = self._waiting[key]
+        target = self._memory.view(entry.region.offset, entry.region.nbytes)
+        return Job(patches=waiting.patches, grid=waiting.grid, target=target)
+
+    def _land(self, key: str, entry: Entry, result: str | EncodeFailed) -> None:
+        grid = self._waiting[key].grid
+        self._let_go(key)
+        if isinstance(result, EncodeFailed):
+            self._failures += 1
+            self._log.error("encode_failed", key=key, reason=result.message)
+            self._cache.drop(entry)
+            self._events.landed(key, result)
+        else:
+            self._failures = 0
+            facts = Facts(
+                grid=grid,
+                rows=self.rows_of(grid),
+                width=self._tower.width,
+                dtype=self._tower.dtype,
+                digest=result,
+            )
+            self._cache.publish(entry, facts)
+            self._events.landed(key, entry)
+        # The writer's pin goes last: whoever waited has pinned the entry by now.
+        self._cache.unpin(entry)
+
+    def _let_go(self, key: str) -> None:
+        waiting = self._waiting.pop(key)
+        self.pixel_bytes -= waiting.patches.nbytes
