@@ -126,6 +126,15 @@ class GenerationFailed(EpdError):
     http_status, code, type, fault = 500, "generation_failed", "server_error", Fault.US
 
 
+class EmbeddingUndelivered(EpdError):
+    """An embedding that the request needs did not arrive whole; another attempt may cure it.
+
+    500 because that is what a vLLM consumer answers, and what proxies encode again for.
+    """
+
+    http_status, code, type, fault = 500, "embedding_undelivered", "server_error", Fault.UPSTREAM
+
+
 class UnsupportedEndpoint(EpdError):
     """The path is not served on this topology."""
 

@@ -104,6 +104,26 @@ class WorkerMetrics:
         self.cache_evictions = Counter(
             "epdctl_cache_evictions_total", "Embeddings evicted from the cache.", ["tier"], registry=r
         )
+        self.steps = Counter("epdctl_steps_total", "Forward steps of the language engine.", registry=r)
+        self.step_seconds = Histogram(
+            "epdctl_step_seconds",
+            "Time of a language engine's step.",
+            buckets=_FAST_BUCKETS_S,
+            registry=r,
+        )
+        self.step_sequences = Histogram(
+            "epdctl_step_sequences",
+            "Sequences computed together in a step.",
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128),
+            registry=r,
+        )
+        self.generated_tokens = Counter("epdctl_generated_tokens_total", "Tokens generated.", registry=r)
+        self.sequences = Gauge(
+            "epdctl_sequences", "Sequences running, and requests waiting to.", ["state"], registry=r
+        )
+        self.kv_bytes = Gauge(
+            "epdctl_kv_bytes", "Bytes of key/value memory by what they are doing.", ["state"], registry=r
+        )
         self.arena_bytes = Gauge(
             "epdctl_arena_bytes",
             "Bytes of the registered arena by what they are doing.",

@@ -106,8 +106,8 @@ def chat_role_chunk(frame: AnswerFrame, index: int) -> Json:
     return chunk | {"prompt_token_ids": prompt_ids, "prompt_text": None}
 
 
-def chat_chunk(frame: AnswerFrame, index: int, delta: Delta) -> Json:
-    """Return the chunk of one delta."""
+def chat_chunk(frame: AnswerFrame, index: int, delta: Delta, *, is_last: bool = False) -> Json:
+    """Return the chunk of one delta; the last of a stream without a usage chunk carries the fingerprint."""
     choice: Json = {
         "index": index,
         "delta": {"content": delta.text},
@@ -116,7 +116,8 @@ def chat_chunk(frame: AnswerFrame, index: int, delta: Delta) -> Json:
     }
     if delta.finish is not None:
         choice["stop_reason"] = delta.stop_reason
-    return _chunk(frame, [choice | {"token_ids": frame.token_ids(delta.tokens)}])
+    chunk = _chunk(frame, [choice | {"token_ids": frame.token_ids(delta.tokens)}])
+    return chunk | {"system_fingerprint": frame.fingerprint} if is_last else chunk
 
 
 def chat_usage_chunk(frame: AnswerFrame, completion_tokens: int) -> Json:

@@ -24,6 +24,8 @@ _TEXT_KEY = re.compile(
 )
 _HEAD_KEY = re.compile(r"(?:language_model\.)?lm_head\.weight\Z")
 HEAD = "lm_head.weight"
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SMALL_FILES = ("*.json", "*.jinja", "*.txt")
 
 
 class UnsupportedCheckpoint(Exception):
@@ -81,7 +83,7 @@ def open_checkpoint(model: str, dtype: str) -> Checkpoint:
     Raises:
         UnsupportedCheckpoint: it is not there, or of a kind this worker does not serve.
     """
-    folder = _resolve(model)
+    folder = find_checkpoint(model)
     from transformers import AutoConfig
 
     try:
@@ -100,19 +102,36 @@ def open_checkpoint(model: str, dtype: str) -> Checkpoint:
     return Checkpoint(folder=folder, config=config, spec=_spec(config, dtype, _eos_ids(folder, config)))
 
 
-def _resolve(model: str) -> Path:
+def find_checkpoint(model: str) -> Path:
+    """Return the folder of `model`: itself, or a download of the files that the language model needs.
+
+    Raises:
+        UnsupportedCheckpoint: it is neither a folder nor a model that the hub gives us.
+    """
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.txt"]))
+        folder = Path(snapshot_download(model, allow_patterns=list(_SMALL_FILES)))
+        names = [path.name for path in language_tensors(folder)] if (folder / _INDEX).exists() else [_SINGLE]
+        return Path(snapshot_download(model, allow_patterns=[*_SMALL_FILES, *names]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = type(error).__name__
-        raise UnsupportedCheckpoint(
-            f"{model}: neither a folder nor a model that can be fetched ({reason})"
-        ) from error
+        raise UnsupportedCheckpoint(f"{model}: no such folder, and no hub gives it ({reason})") from error
+
+
+def declared_max_positions(folder: Path) -> int | None:
+    """Return how many tokens the model is made for, as its config.json says, without loading anything."""
+    try:
+        declared = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    for part in (declared.get("text_config") or {}, declared):
+        if isinstance(part.get("max_position_embeddings"), int):
+            return int(part["max_position_embeddings"])
+    return None
 
 
 def _spec(config: Any, dtype: str, eos: tuple[int, ...]) -> ModelSpec:
@@ -178,7 +197,7 @@ def _parameter_name(key: str) -> str | None:
 
 
 def _tensor_files(folder: Path) -> Mapping[str, Path]:
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index, single = folder / _INDEX, folder / _SINGLE
     if index.exists():
         weights: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
         return {key: folder / name for key, name in weights.items()}

@@ -14,6 +14,34 @@ from epdctl.worker.language.params import Sampling
 from epdctl.worker.language.positions import Grid
 
 
+class LanguageEngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine process is started with; sizes in bytes and tokens, times in seconds."""
+
+    model: str
+    dtype: str
+    device: str
+    threads: int
+    step_tokens: int
+    sequences: int
+    waiting: int
+    kv_bytes: int
+    ec_ip: str
+    ec_port: int
+    ec_host: str
+    ec_buffer_bytes: int
+    mooncake_protocol: str
+    mooncake_ports: tuple[int, int] | None
+    push_wait_s: float
+
+
+class ReadyFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine process says of itself once it can serve."""
+
+    ec_address: str
+    kv_tokens: int
+    parameters: list[str]
+
+
 class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     """An image of the prompt: its run of `rows` placeholder tokens from `offset`, and which push fills it.
 

@@ -1,0 +1,143 @@
+"""The language engine process: model, KV, generation loop, and the receiving end of embeddings.
+
+Life of a request: `generate` arrives -> its embeddings are awaited (`intake`) -> it is queued, admitted and
+computed (`loop`) -> `tokens` go out until every choice has finished.
+
+Rules of this file: it only joins the parts and passes messages on. The model is loaded and run on one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import torch
+
+from epdctl.errors import EpdError, ShuttingDown
+from epdctl.worker.channel import Message, error_message, message
+from epdctl.worker.engine import EngineContext, StartFailed, run_engine
+from epdctl.worker.language.batch import Batch, Limits
+from epdctl.worker.language.checkpoint import Checkpoint, UnsupportedCheckpoint, open_checkpoint
+from epdctl.worker.language.consumer import EcConsumer
+from epdctl.worker.language.intake import Intake, IntakeRules
+from epdctl.worker.language.kv import KvPool
+from epdctl.worker.language.loop import GenerationLoop, LoopEvents
+from epdctl.worker.language.messages import Drop, Generate, LanguageEngineSettings, ReadyFacts, Tokens
+from epdctl.worker.language.model import LanguageModel, load_language_model
+from epdctl.worker.language.runner import Runner
+from epdctl.worker.language.warmup import run_once
+
+_DRAIN_POLL_S = 0.02
+
+
+class LanguageEngine:
+    """See the module."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
+        self._settings = msgspec.convert(context.settings, LanguageEngineSettings)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="language-model")
+        self._stopping = False
+
+    async def start(self) -> Mapping[str, Any]:
+        """Load the model, run it once, open the receiving end; raises StartFailed."""
+        settings = self._settings
+        on_thread = asyncio.get_running_loop().run_in_executor
+        checkpoint, model = await on_thread(self._thread, self._load)
+        pool = KvPool(checkpoint.spec, settings.kv_bytes, model.device)
+        await on_thread(self._thread, run_once, model, pool, checkpoint.spec)
+        self._consumer = EcConsumer.open(settings, checkpoint.spec, self._context.metrics)
+        self._loop = self._new_loop(model, pool)
+        self._intake = Intake(
+            checkpoint.spec,
+            model.device,
+            self._consumer.receiver,
+            self._loop,
+            rules=IntakeRules(push_wait_s=settings.push_wait_s),
+            failed=self._fail,
+        )
+        self._running = asyncio.create_task(self._loop.run(), name="generation-loop")
+        facts = ReadyFacts(
+            ec_address=self._consumer.receiver.consumer_zmq,
+            kv_tokens=pool.tokens,
+            parameters=model.parameter_names(),
+        )
+        return msgspec.structs.asdict(facts)
+
+    def _load(self) -> tuple[Checkpoint, LanguageModel]:
+        torch.set_num_threads(self._settings.threads)
+        try:
+            checkpoint = open_checkpoint(self._settings.model, self._settings.dtype)
+            return checkpoint, load_language_model(checkpoint, torch.device(self._settings.device))
+        except UnsupportedCheckpoint as error:
+            raise StartFailed(f"--model {error}") from error
+        except (RuntimeError, AssertionError) as error:  # what torch raises for a device that is not there
+            reason = str(error).splitlines()[0]
+            raise StartFailed(f"--device {self._settings.device} cannot be used: {reason}") from error
+
+    def _new_loop(self, model: LanguageModel, pool: KvPool) -> GenerationLoop:
+        settings = self._settings
+        limits = Limits(
+            step_tokens=settings.step_tokens, sequences=settings.sequences, waiting=settings.waiting
+        )
+        return GenerationLoop(
+            Batch(limits, pool, kv_tokens=pool.tokens),
+            Runner(model),
+            pool,
+            self._thread,
+            events=LoopEvents(tokens=self._send_tokens, failed=self._fail),
+            metrics=self._context.metrics,
+        )
+
+    async def handle(self, received: Message) -> None:
+        """Take one message of the front."""
+        call_id = received.call_id
+        if received.kind == "generate":
+            if self._stopping:
+                await self._fail(call_id, ShuttingDown("this worker is shutting down"))
+            else:
+                self._intake.begin(call_id, received.parse(Generate))
+        elif received.kind == "drop":
+            self._loop.cancel(call_id, received.parse(Drop).choice)
+        elif received.kind == "cancel" and not self._intake.cancel(call_id):
+            self._loop.cancel(call_id)
+
+    def health(self) -> str | None:
+        """Return what troubles the engine, or None; ends the process when the loop has died."""
+        if self._running.done():
+            self._running.result()
+        self._consumer.show()
+        return self._loop.trouble()
+
+    async def stop(self, grace_s: float) -> None:
+        """Take nothing new, let what was accepted end within `grace_s`, fail the rest, free everything."""
+        self._stopping = True
+        deadline = asyncio.get_running_loop().time() + grace_s
+        while len(self._intake) or len(self._loop):
+            if asyncio.get_running_loop().time() >= deadline:
+                break
+            await asyncio.sleep(_DRAIN_POLL_S)
+        await self._intake.close()
+        await self._loop.close()
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        self._thread.shutdown(wait=True)
+        await self._consumer.close()
+
+    async def _send_tokens(self, call_id: str, tokens: Tokens) -> None:
+        await self._context.send(message("tokens", tokens, call_id=call_id))
+
+    async def _fail(self, call_id: str, error: EpdError) -> None:
+        await self._context.send(error_message(error, call_id=call_id))
+
+
+def main() -> int:
+    """Run the engine in this process."""
+    return run_engine(LanguageEngine)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
