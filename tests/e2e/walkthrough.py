@@ -1,6 +1,6 @@
 """Runs the console blocks of a page as one shell session and compares each command's output.
 
-Rules of this file: a line that starts with `$ ` is a command, the lines up to the next one are what it prints,
+Rules of this file: a line that starts with `$ ` is a command, the lines up to the next are what it prints,
 `…` standing for anything. Ports of the page are mapped to free ones. One bash runs all blocks, so that
 variables and background jobs live from one block to the next.
 """
