@@ -27,15 +27,8 @@ GPU_PD=${GPU_PD:-1}
 EC_ADDRESS=tcp://$HOST:$EC_PORT
 
 start_bundled() {
-  local common=(--model "$MODEL" --host "$HOST" --device "$DEVICE_PLATFORM" --allowed-local-media-path "$ROOT/examples")
-  local limits=(${MAX_MODEL_LEN:+--max-model-len "$MAX_MODEL_LEN"})
-  # shellcheck disable=SC2046 # an empty affinity is no word
-  start prefill_decode "$PREFILL_DECODE_PORT" env $(affinity "$GPU_PD") "$VENV_PYTHON" -m epdctl worker prefill-decode \
-    --port "$PREFILL_DECODE_PORT" --ec-ip "$HOST" --ec-port "$EC_PORT" \
-    --max-batch-items "$MAX_NUM_SEQS" "${common[@]}" "${limits[@]}"
-  # shellcheck disable=SC2046
-  start encode "$ENCODE_PORT" env $(affinity "$GPU_E") "$VENV_PYTHON" -m epdctl worker encode \
-    --port "$ENCODE_PORT" --max-batch-items "$MAX_NUM_SEQS" "${common[@]}"
+  start_worker encode "$ENCODE_PORT" "$GPU_E"
+  start_worker prefill-decode "$PREFILL_DECODE_PORT" "$GPU_PD" --ec-ip "$HOST" --ec-port "$EC_PORT"
 }
 
 start_vllm() {
@@ -46,10 +39,9 @@ start_vllm() {
 
 choose_device
 choose_engine
-require_free_port PROXY_PORT "$PROXY_PORT"
-require_free_port ENCODE_PORT "$ENCODE_PORT"
-require_free_port PREFILL_DECODE_PORT "$PREFILL_DECODE_PORT"
-require_free_port EC_PORT "$EC_PORT"
+for variable in PROXY_PORT ENCODE_PORT PREFILL_DECODE_PORT EC_PORT; do
+  require_free_port "$variable" "${!variable}"
+done
 ensure_environment
 ensure_engine
 mkdir -p "$LOG_PATH"

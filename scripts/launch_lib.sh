@@ -88,6 +88,16 @@ start() { # NAME PORT COMMAND...
   say "$name: starting on port $port, log $LOG_PATH/$name.log"
 }
 
+start_worker() { # KIND PORT DEVICE FLAGS...
+  local kind=$1 port=$2 device=$3
+  shift 3
+  if [ "$kind" != encode ] && [ -n "$MAX_MODEL_LEN" ]; then set -- --max-model-len "$MAX_MODEL_LEN" "$@"; fi
+  # shellcheck disable=SC2046 # an empty affinity is no word
+  start "$kind" "$port" env $(affinity "$device") "$VENV_PYTHON" -m epdctl worker "$kind" --model "$MODEL" \
+    --host "$HOST" --port "$port" --device "$DEVICE_PLATFORM" --max-batch-items "$MAX_NUM_SEQS" \
+    --allowed-local-media-path "$ROOT/examples" "$@"
+}
+
 answers() { # URL -> whether it answers 200
   [ "$(curl -s -o /dev/null -m 2 -w '%{http_code}' "$1")" = 200 ]
 }

@@ -17,7 +17,11 @@ GPU_MEMORY_UTILIZATION_D=${GPU_MEMORY_UTILIZATION_D:-0.7}
 KV_CACHE_MEMORY_BYTES=${KV_CACHE_MEMORY_BYTES:-268435456}
 EC_BUFFER_SIZE=${EC_BUFFER_SIZE:-268435456}
 
+# UCX, under NIXL: every transport, as vLLM's example has it; on a CPU plain TCP over loopback.
+NIXL_TRANSPORT=(UCX_TLS=all UCX_NET_DEVICES=all)
+
 choose_engine() {
+  if [ "$DEVICE_PLATFORM" = cpu ]; then NIXL_TRANSPORT=(UCX_TLS=tcp UCX_NET_DEVICES=lo); fi
   case $ENGINE in
   bundled | vllm) ;;
   *) usage_error "ENGINE=$ENGINE: use bundled or vllm" ;;

@@ -6,19 +6,19 @@ Rules of this file: nothing is skipped. A missing environment fails the run and 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Generator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from aiohttp import web
 
 from tests.interop.answers import Answer, ask
 from tests.interop.compatibility import Row, table, write_table
-from tests.interop.engines import HOST, PLAIN
+from tests.interop.engines import PLAIN
 from tests.interop.fleet import Fleet
 from tests.interop.installed import Installed, NotInstalled, find_installed
-from tests.interop.scenarios import MediaUrl, picture_bytes, scenarios
-from tests.stubs.ports import free_port
+from tests.interop.media import serve_pictures
+from tests.interop.scenarios import MediaUrl, scenarios
 
 # Neighbours share vLLM instances, so that few have to start.
 ORDER = (
@@ -109,20 +109,9 @@ async def fleet(installed: Installed, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def media_url() -> AsyncIterator[MediaUrl]:
-    """A web server with the pictures that `http` scenarios name: `<deployment>-<index>`."""
-
-    async def picture(request: web.Request) -> web.Response:
-        deployment, _, index = request.match_info["name"].rpartition("-")
-        return web.Response(body=picture_bytes(deployment, int(index)), content_type="image/png")
-
-    app = web.Application()
-    app.router.add_get("/media/{name}.png", picture)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    port = free_port()
-    await web.TCPSite(runner, HOST, port).start()
-    yield lambda name: f"http://{HOST}:{port}/media/{name}.png"
-    await runner.cleanup()
+    """A web server with the pictures that `http` scenarios name."""
+    async with AsyncExitStack() as stack:
+        yield await serve_pictures(stack)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from tests.interop.control_tap import ControlTap
+from tests.interop.control_tap import ControlExchange, ControlTap
 from tests.interop.scenarios import Scenario
 from tests.interop.tap import Exchange
 
@@ -101,35 +101,34 @@ class ControlMessages:
     async def problems(self, scenario: Scenario) -> list[str]:
         """Check that every different image was reserved for and its write completed."""
         seen = self._tap.exchanges[self._mark :]
-        reserved = sum(self._granted(e.request, e.reply) for e in seen)
-        completed = sum(self._completed(e.request, e.reply) for e in seen)
         wanted = scenario.distinct_images
         problems = []
-        if reserved < wanted:
-            problems.append(f"{reserved} reservations were granted, not {wanted}")
-        if completed < wanted:
-            problems.append(f"{completed} transfers were completed, not {wanted}")
+        if granted(seen) < wanted:
+            problems.append(f"{granted(seen)} reservations were granted, not {wanted}")
+        if completed(seen) < wanted:
+            problems.append(f"{completed(seen)} transfers were completed, not {wanted}")
         return problems
 
-    @staticmethod
-    def _granted(request: dict[str, Any], reply: dict[str, Any]) -> int:
-        if not reply.get("ok"):
-            return 0
-        if request["op"] == "reserve":
-            return int(reply["result"]["write"])
-        if request["op"] == "reserve_batch":
-            return sum(i["result"]["write"] for i in reply["result"]["items"] if i["ok"])
-        return 0
 
-    @staticmethod
-    def _completed(request: dict[str, Any], reply: dict[str, Any]) -> int:
-        if not reply.get("ok"):
-            return 0
-        if request["op"] == "complete":
-            return int(reply["result"]["completed"])
-        if request["op"] == "complete_batch":
-            return sum(item["completed"] for item in reply["result"]["items"])
-        return 0
+def granted(seen: Iterable[ControlExchange]) -> int:
+    """Return how many reservations told their producer to write."""
+    return sum(item["write"] for e in seen for item in _results(e, "reserve", "reserve_batch"))
+
+
+def completed(seen: Iterable[ControlExchange]) -> int:
+    """Return how many writes were completed."""
+    return sum(item["completed"] for e in seen for item in _results(e, "complete", "complete_batch"))
+
+
+def _results(exchange: ControlExchange, single: str, batch: str) -> list[dict[str, Any]]:
+    operation, reply = exchange.request["op"], exchange.reply
+    if not reply.get("ok") or operation not in (single, batch):
+        return []
+    if operation == single:
+        return [reply["result"]]
+    # A batch of reservations wraps each in an envelope of its own; a batch of completions does not.
+    items = reply["result"]["items"]
+    return [item.get("result", item) for item in items if item.get("ok", True)]
 
 
 @dataclass(slots=True, kw_only=True)
