@@ -185,9 +185,12 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
     if len(payload) // 4 * 3 - 2 > max_bytes:
         raise _too_large(max_bytes)
     try:
-        return bytes(pybase64.b64decode(payload, validate=True))
+        data = bytes(pybase64.b64decode(payload, validate=True))
     except (binascii.Error, ValueError) as error:
         raise MediaUnavailable("the data URL is not valid base64") from error
+    if len(data) > max_bytes:
+        raise _too_large(max_bytes)
+    return data
 
 
 def read_local_file(url: str, root: Path | None, max_bytes: int) -> bytes:
