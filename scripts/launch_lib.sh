@@ -91,11 +91,14 @@ start() { # NAME PORT COMMAND...
 start_worker() { # KIND PORT DEVICE FLAGS...
   local kind=$1 port=$2 device=$3
   shift 3
-  if [ "$kind" != encode ] && [ -n "$MAX_MODEL_LEN" ]; then set -- --max-model-len "$MAX_MODEL_LEN" "$@"; fi
+  if [ "$kind" = encode ]; then
+    set -- --allowed-local-media-path "$ROOT/examples" "$@"
+  elif [ -n "$MAX_MODEL_LEN" ]; then
+    set -- --max-model-len "$MAX_MODEL_LEN" "$@"
+  fi
   # shellcheck disable=SC2046 # an empty affinity is no word
   start "$kind" "$port" env $(affinity "$device") "$VENV_PYTHON" -m epdctl worker "$kind" --model "$MODEL" \
-    --host "$HOST" --port "$port" --device "$DEVICE_PLATFORM" --max-batch-items "$MAX_NUM_SEQS" \
-    --allowed-local-media-path "$ROOT/examples" "$@"
+    --host "$HOST" --port "$port" --device "$DEVICE_PLATFORM" --max-batch-items "$MAX_NUM_SEQS" "$@"
 }
 
 answers() { # URL -> whether it answers 200

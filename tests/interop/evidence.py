@@ -148,7 +148,7 @@ class TransferMetrics:
         ):
             text = await answer.text()
         return (
-            counter(text, "epdctl_ec_transfers_total", side=self.side, outcome="ok"),
+            counter(text, "epdctl_ec_transfers_total", side=self.side, outcome="delivered"),
             counter(text, "epdctl_ec_bytes_total", side=self.side),
         )
 
