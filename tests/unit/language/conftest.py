@@ -1,0 +1,7 @@
+"""Without the worker extra the modules that import torch are not even collected."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+collect_ignore = [] if find_spec("torch") else ["test_model.py", "test_sampling.py", "test_loop.py"]
