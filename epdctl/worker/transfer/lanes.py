@@ -88,13 +88,16 @@ class Lanes:
     def __init__(self) -> None:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         self._jobs: dict[int, _Job] = {}
+        self._waiting: dict[str, _Session] = {}
 
-    def add(self, session: str, job: int, pieces: Iterable[Piece]) -> None:
+    def add(self, session: str, job: int, pieces: Iterable[Piece]) -> list[JobUpdate]:
         """Queue a job's pieces; job numbers are the caller's and not used twice."""
         peer = self._session(session)
         chunks = [chunk for piece in pieces for chunk in _cut(piece)]
         peer.queue.extend((job, chunk) for chunk in chunks)
+        self._waiting[session] = peer
         self._jobs[job] = _Job(session, queued=len(chunks))
+        return self._settle(job)
 
     def withdraw(self, job: int) -> list[JobUpdate]:
         """Give a job up: what is not in flight yet will not be."""
@@ -103,7 +106,7 @@ class Lanes:
     def probes_due(self, now: float) -> list[str]:
         """Return the sessions to probe now; each is then waiting for `probed`."""
         due = []
-        for name, peer in self._sessions.items():
+        for name, peer in self._waiting.items():
             if peer.queue and peer.contact is Contact.UNKNOWN and peer.not_before <= now:
                 peer.contact = Contact.PROBING
                 due.append(name)
@@ -122,10 +125,12 @@ class Lanes:
     def due(self) -> list[Submission]:
         """Return the writes to submit now; each is in flight until `ended`."""
         submissions = []
-        for name, peer in self._sessions.items():
+        for name, peer in list(self._waiting.items()):
             lanes = LANES if peer.proven else 1
             while peer.contact is Contact.OPEN and peer.queue and peer.in_flight < lanes:
                 submissions.append(self._next(name, peer))
+            if not peer.queue:
+                del self._waiting[name]
         return submissions
 
     def ended(self, submission: Submission, ok: bool, now: float) -> list[JobUpdate]:
@@ -145,7 +150,7 @@ class Lanes:
 
     def next_probe_at(self) -> float | None:
         """Return when the next suspect session with work may be probed, or None."""
-        times = [p.not_before for p in self._sessions.values() if p.queue and p.contact is Contact.UNKNOWN]
+        times = [p.not_before for p in self._waiting.values() if p.queue and p.contact is Contact.UNKNOWN]
         return min(times, default=None)
 
     @property
@@ -156,15 +161,15 @@ class Lanes:
     def _session(self, name: str) -> _Session:
         peer = self._sessions.get(name)
         if peer is None:
-            peer = self._sessions[name] = _Session()
             self._forget_idle()
+            peer = self._sessions[name] = _Session()
         return peer
 
     def _forget_idle(self) -> None:
         # Each consumer incarnation is a session; a forgotten one that returns is merely probed again.
-        excess = len(self._sessions) - MAX_SESSIONS
-        idle = [name for name, peer in self._sessions.items() if peer.is_idle]
-        for name in idle[: max(0, excess)]:
+        if len(self._sessions) < MAX_SESSIONS:
+            return
+        for name in [name for name, peer in self._sessions.items() if peer.is_idle][: MAX_SESSIONS // 4]:
             del self._sessions[name]
 
     def _next(self, name: str, peer: _Session) -> Submission:

@@ -2,7 +2,7 @@
 
 Producer side (`sender.Sender`, in the encode engine's event loop):
 
-    sender = Sender(engine, policy=PushPolicy(), observe=record_sink)
+    sender = Sender(engine, observe=record_sink)
     result = await sender.push(item)                       # reserve, write, complete
     delivery = sender.announce(announcement)               # or: reserve now, while the tower still runs
     result = await delivery.push(source)  /  delivery.abort()
@@ -11,7 +11,7 @@ Producer side (`sender.Sender`, in the encode engine's event loop):
 Consumer side (`receiver.Receiver`, in the language engine's event loop):
 
     receiver = Receiver(settings, memory=memory, session=engine.session, observe=record_sink)
-    await receiver.start()                                 # binds; raises OSError naming the port
+    receiver.start()                                       # binds; raises OSError naming the port
     received = await receiver.take(transfer_id=…, mm_hash=…, expect=TensorSpec(shape, dtype), deadline_s=60)
     …read received.view (torch.frombuffer(…) and copy, or use in place)…; received.release()
     receiver.cancel(transfer_id)                           # nobody wants it any more
@@ -148,7 +148,7 @@ class Pusher(Protocol):
         """Announce and deliver in one call; raises what `Delivery.push` raises, and Overloaded."""
         ...
 
-    def announce(self, announcement: PushAnnouncement, *, deadline_s: float | None = None) -> Delivery:
+    def announce(self, announcement: PushAnnouncement) -> Delivery:
         """Start reserving; raises Overloaded when too much waits for this consumer already."""
         ...
 

@@ -166,7 +166,7 @@ class Receiver:
         )
 
     async def close(self) -> None:
-        """Stop answering and fail the takes that wait. Close the engine next: only that fences late writes."""
+        """Stop answering and fail the takes that wait. Close the engine next: that fences late writes."""
         self._closed = True
         self._reservations.close()
         self._waits.wake_all()

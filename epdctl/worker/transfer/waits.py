@@ -1,7 +1,7 @@
 """Requests that wait for an embedding, woken when something changed about what they wait for.
 
-Rules of this file: whoever waits looks again after each wake-up; nothing is handed over in the wake-up itself,
-so a lost or doubled one is harmless. A wait ends at its deadline at the latest.
+Rules of this file: whoever waits looks again after each wake-up; nothing is handed over in the wake-up, so a
+lost or doubled one is harmless. A wait ends at its deadline at the latest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from epdctl.worker.transfer.notices import Lost
 from epdctl.worker.transfer.tombstones import End
 
 SUCCESSOR_GRACE_S = 1.0
-"""How long a follower whose writer gave up is waited for: its producer asks every 100 ms and reserves anew."""
+"""How long a follower whose writer gave up is waited for: its producer asks every 100 ms, reserves anew."""
 
 _REASONS = {
     End.CANCELLED: "it was cancelled",

@@ -1,0 +1,200 @@
+"""One item on its way to one consumer: all its ranks, joined.
+
+Rules of this file: the caller hears of the end at once; the source and the clean-up have ends of their own,
+and the sender keeps the delivery until then. Every rank gets the whole item; one rank's failure gives up the
+others. Results are values until somebody asks for them, so that an announced item that nobody pushes is no error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from epdctl.errors import (
+    ConsumerFull,
+    ConsumerUnavailable,
+    EpdError,
+    ShuttingDown,
+    TransferFailed,
+    UpstreamTimeout,
+)
+from epdctl.worker.transfer.links import ConsumerLink, RankLink
+from epdctl.worker.transfer.ports import (
+    PushAnnouncement,
+    PushResult,
+    PushSource,
+    Side,
+    TransferOutcome,
+    TransferRecord,
+)
+from epdctl.worker.transfer.push_steps import Failure, Finish
+from epdctl.worker.transfer.rank_push import RankPush, Surroundings
+
+DISCOVERY_ATTEMPTS = 2
+
+
+class Delivery:
+    """Implements `ports.Delivery`. `on_finish`: the caller's part is over; `on_over`: all of it is."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        consumer: ConsumerLink,
+        announcement: PushAnnouncement,
+        *,
+        on_finish: Callable[[], None],
+        on_over: Callable[[Delivery], None],
+    ) -> None:
+        self._around = around
+        self._consumer = consumer
+        self._item = announcement
+        self._on_finish, self._on_over = on_finish, on_over
+        self._loop = asyncio.get_running_loop()
+        self._started_at = self._loop.time()
+        self._result: asyncio.Future[PushResult | EpdError] = self._loop.create_future()
+        self._ranks: list[RankPush] = []
+        self._finished: dict[RankPush, Finish] = {}
+        self._open = 0
+        self._unfreed = 0
+        self._source: PushSource | None = None
+        self._discovery = self._loop.create_task(self._discover())
+
+    async def push(self, source: PushSource) -> PushResult:
+        """Deliver the bytes; see `ports.Delivery.push`."""
+        self._give(source)
+        try:
+            result = await asyncio.shield(self._result)
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+        if isinstance(result, EpdError):
+            raise result
+        return result
+
+    def abort(self) -> None:
+        """Give up; harmless when the end is known already."""
+        self._conclude(TransferFailed("the transfer was given up"))
+        for rank in self._ranks:
+            rank.abort()
+
+    async def stop(self) -> None:
+        """Drop everything under way, for a sender that closes."""
+        self._conclude(ShuttingDown("this worker is shutting down"))
+        self._discovery.cancel()
+        for rank in self._ranks:
+            rank.stop()
+        await asyncio.gather(self._discovery, return_exceptions=True)
+        if not self._ranks and self._source is not None:
+            self._free()
+
+    async def _discover(self) -> None:
+        try:
+            links = await self._find_ranks()
+        except EpdError as error:
+            self._fail_undiscovered(error)
+            return
+        if self._result.done():
+            self._fail_undiscovered(TransferFailed("the transfer was given up"))
+            return
+        self._ranks = [
+            RankPush(
+                self._around,
+                self._consumer,
+                link,
+                self._item,
+                on_finish=self._rank_finished,
+                on_free=self._rank_freed,
+                on_over=self._rank_over,
+            )
+            for link in links
+        ]
+        self._open = self._unfreed = len(self._ranks)
+        for rank in self._ranks:
+            rank.start()
+        if self._source is not None:
+            for rank in self._ranks:
+                rank.give_source(self._source)
+
+    def _give(self, source: PushSource) -> None:
+        self._source = source
+        if self._ranks:
+            for rank in self._ranks:
+                rank.give_source(source)
+        elif self._discovery.done():
+            self._free()
+
+    async def _find_ranks(self) -> list[RankLink]:
+        for attempt in range(1, DISCOVERY_ATTEMPTS + 1):
+            try:
+                return await self._consumer.ranks()
+            except ConsumerUnavailable:
+                if attempt == DISCOVERY_ATTEMPTS:
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _fail_undiscovered(self, error: EpdError) -> None:
+        given_up = self._result.done()
+        outcome = TransferOutcome.CANCELLED if given_up else TransferOutcome.FAILED
+        seconds = self._loop.time() - self._started_at
+        self._around.observe(TransferRecord(side=Side.PRODUCER, outcome=outcome, nbytes=0, seconds=seconds))
+        self._conclude(error)
+        self._free()
+        self._on_over(self)
+
+    def _rank_finished(self, rank: RankPush, finish: Finish) -> None:
+        self._finished[rank] = finish
+        if finish.failure is not None:
+            self._conclude(_error(finish))
+            for other in self._ranks:
+                other.abort()
+        elif len(self._finished) == len(self._ranks):
+            self._conclude(self._joined())
+
+    def _joined(self) -> PushResult:
+        outcomes = {finish.outcome for finish in self._finished.values()}
+        order = (TransferOutcome.DELIVERED, TransferOutcome.CANCELLED, TransferOutcome.CACHED)
+        return PushResult(
+            transfer_id=self._ranks[0].transfer_id,
+            outcome=next(outcome for outcome in order if outcome in outcomes),
+            nbytes_written=sum(rank.bytes_written for rank in self._ranks),
+            seconds=self._loop.time() - self._started_at,
+        )
+
+    def _rank_freed(self) -> None:
+        self._unfreed -= 1
+        if self._unfreed == 0:
+            self._free()
+
+    def _free(self) -> None:
+        source, self._source = self._source, None
+        if source is not None:
+            source.on_free()
+
+    def _rank_over(self) -> None:
+        self._open -= 1
+        if self._open == 0:
+            self._on_over(self)
+
+    def _conclude(self, result: PushResult | EpdError) -> None:
+        if not self._result.done():
+            self._result.set_result(result)
+            self._on_finish()
+
+
+def _error(finish: Finish) -> EpdError:
+    match finish.failure:
+        case Failure.UNAVAILABLE:
+            return ConsumerUnavailable("the EC consumer did not answer in time")
+        case Failure.FULL:
+            return ConsumerFull("the EC consumer has no room for the embedding", retry_after_s=1)
+        case Failure.TIMEOUT:
+            return UpstreamTimeout("the embedding was not delivered in time")
+        case Failure.REFUSED:
+            reason = f": {finish.detail}" if finish.detail else ""
+            return TransferFailed(f"the EC consumer refused the embedding{reason}")
+        case Failure.CORRUPT:
+            return TransferFailed("the EC consumer did not accept the bytes of the embedding")
+        case Failure.WRITER_GONE:
+            return TransferFailed("another producer of the same embedding gave up, twice")
+        case _:
+            return TransferFailed("the embedding could not be written to the EC consumer")

@@ -1,0 +1,59 @@
+"""The environment that Mooncake must find before it is imported.
+
+    variables = mooncake_environment(os.environ, protocol="tcp", ports=(15000, 15100))
+    # into os.environ by the process entry, or into `env` of a process that is started
+
+Rules of this file: plain data in, plain data out; what the operator has set himself wins. Mooncake reads some
+of these once per process, so setting them after the import would do nothing in silence. Values are from
+measurements of mooncake-transfer-engine 0.3.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PROGRESS_TIMEOUT_S = 5
+"""A write that makes no progress for this long fails; Mooncake's own default is 30."""
+
+MIN_PORTS = 4
+"""Two listeners per engine, and a killed process leaves its ports unusable for a minute."""
+
+EPHEMERAL_FROM = 32768
+
+_DEFAULTS = {
+    "MC_LOG_LEVEL": "ERROR",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": str(PROGRESS_TIMEOUT_S),
+    "MC_TRANSFER_TIMEOUT": "30",
+    "MC_HANDSHAKE_CONNECT_TIMEOUT": "2",
+    "MC_TCP_SLICE_SIZE": str(2**20),
+    # A consumer restarted on the same port is otherwise unreachable for ever: its descriptor is cached.
+    "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "2",
+}
+
+
+def mooncake_environment(
+    given: Mapping[str, str], *, protocol: str, ports: tuple[int, int] | None = None
+) -> dict[str, str]:
+    """Return the variables to set on top of `given` for an engine of `protocol`, listening within `ports`."""
+    wanted = dict(_DEFAULTS)
+    if protocol == "tcp":
+        # With an HCA present Mooncake would pick RDMA in spite of the protocol it is told.
+        wanted["MC_FORCE_TCP"] = "1"
+    if ports is not None:
+        wanted |= {"MC_MIN_RPC_PORT": str(ports[0]), "MC_MAX_RPC_PORT": str(ports[1])}
+    return {name: value for name, value in wanted.items() if name not in given}
+
+
+def parse_ports(text: str) -> tuple[int, int]:
+    """Return the range in `A-B`; raise ValueError with the reason when Mooncake would not honour it."""
+    first, dash, last = text.partition("-")
+    if not dash or not (first.isascii() and first.isdigit() and last.isascii() and last.isdigit()):
+        raise ValueError(f"ports are given as A-B, got '{text}'")
+    low, high = int(first), int(last)
+    if not 1024 <= low <= high < EPHEMERAL_FROM:
+        raise ValueError(
+            f"ports must be within 1024-{EPHEMERAL_FROM - 1} (Mooncake ignores others), got {text}"
+        )
+    if high - low + 1 < MIN_PORTS:
+        raise ValueError(f"an engine needs a range of at least {MIN_PORTS} ports, better 50, got {text}")
+    return low, high

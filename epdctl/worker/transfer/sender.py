@@ -1,0 +1,149 @@
+"""The producer end: delivers embeddings to EC consumers.
+
+    sender = Sender(engine, observe=sink)                     # inside the loop
+    result = await sender.push(PushItem(…))                   # an item whose bytes exist
+    delivery = sender.announce(PushAnnouncement(…))           # reserve while the tower still runs, then:
+    result = await delivery.push(PushSource(address=…, digest=…, on_free=…))    # or delivery.abort()
+    sender.stats(); await sender.close()      # then close the engine, which frees the last sources
+
+Rules of this file: what is refused, is refused before anything is sent. A consumer that does not answer can
+hold up to `max_pending` items of its own, and nobody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import zmq.asyncio
+
+from epdctl.ec.protocol import new_transfer_id
+from epdctl.errors import Overloaded, ShuttingDown
+from epdctl.worker.transfer.delivery import Delivery
+from epdctl.worker.transfer.links import ConsumerLink
+from epdctl.worker.transfer.ports import PushAnnouncement, PushItem, PushResult, PushSource, RecordSink
+from epdctl.worker.transfer.push_steps import PushPolicy
+from epdctl.worker.transfer.rank_push import Surroundings, WriteEngine
+
+MAX_CONSUMERS = 256
+CLOSE_GRACE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SenderStats:
+    """`pending`: pushes whose callers wait. `open`: with those that are only being cleaned up."""
+
+    pending: int
+    open: int
+    consumers: int
+
+
+class Sender:
+    """Pushes items through one transfer engine. `control_timeout_s` bounds each control exchange."""
+
+    def __init__(
+        self,
+        engine: WriteEngine,
+        *,
+        observe: RecordSink,
+        policy: PushPolicy | None = None,
+        control_timeout_s: float = 2.0,
+        max_pending: int = 1024,
+    ) -> None:
+        self._around = Surroundings(
+            engine=engine,
+            policy=policy if policy is not None else PushPolicy(),
+            observe=observe,
+            new_id=lambda: new_transfer_id(os.urandom(16)),
+        )
+        self._control_timeout_s = control_timeout_s
+        self._max_pending = max_pending
+        self._context = zmq.asyncio.Context()
+        self._consumers: OrderedDict[str, ConsumerLink] = OrderedDict()
+        self._open: dict[Delivery, ConsumerLink] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._all_over = asyncio.Event()
+        self._closed = False
+
+    async def push(self, item: PushItem) -> PushResult:
+        """Deliver an item whose bytes exist; see `ports.Pusher` for what is raised."""
+        delivery = self.announce(item)
+        return await delivery.push(
+            PushSource(address=item.address, digest=item.digest, on_free=item.on_source_free)
+        )
+
+    def announce(self, announcement: PushAnnouncement) -> Delivery:
+        """Start to reserve; raises Overloaded, ShuttingDown, or InvalidRequest for a bad address."""
+        if self._closed:
+            raise ShuttingDown("this worker is shutting down")
+        consumer = self._consumer(announcement.consumer_zmq)
+        if consumer.pending >= self._max_pending:
+            raise Overloaded("too many embeddings wait for this EC consumer", retry_after_s=1)
+        consumer.pending += 1
+        delivery = Delivery(
+            self._around,
+            consumer,
+            announcement,
+            on_finish=lambda: self._finished(consumer),
+            on_over=self._over,
+        )
+        self._open[delivery] = consumer
+        return delivery
+
+    def stats(self) -> SenderStats:
+        """Return what is under way."""
+        return SenderStats(
+            pending=sum(consumer.pending for consumer in self._consumers.values()),
+            open=len(self._open),
+            consumers=len(self._consumers),
+        )
+
+    async def close(self) -> None:
+        """Give up what is under way, tell the consumers as far as they answer soon, and close all sockets."""
+        self._closed = True
+        for delivery in list(self._open):
+            delivery.abort()
+        await self._wait_until_over()
+        for delivery in list(self._open):
+            await delivery.stop()
+        for consumer in self._consumers.values():
+            await consumer.close()
+        self._context.destroy(linger=0)
+
+    async def _wait_until_over(self) -> None:
+        self._all_over.clear()
+        try:
+            async with asyncio.timeout(CLOSE_GRACE_S):
+                if self._open:
+                    await self._all_over.wait()
+        except TimeoutError:
+            return
+
+    def _consumer(self, address: str) -> ConsumerLink:
+        consumer = self._consumers.get(address)
+        if consumer is None:
+            consumer = ConsumerLink(address, self._control_timeout_s, self._context)
+            self._forget_idle()
+            self._consumers[address] = consumer
+        self._consumers.move_to_end(address)
+        return consumer
+
+    def _forget_idle(self) -> None:
+        if len(self._consumers) < MAX_CONSUMERS:
+            return
+        busy = set(self._open.values())
+        idle = [address for address, consumer in self._consumers.items() if consumer not in busy]
+        for address in idle[: MAX_CONSUMERS // 4]:
+            task = asyncio.create_task(self._consumers.pop(address).close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    def _finished(self, consumer: ConsumerLink) -> None:
+        consumer.pending -= 1
+
+    def _over(self, delivery: Delivery) -> None:
+        self._open.pop(delivery, None)
+        if not self._open:
+            self._all_over.set()
