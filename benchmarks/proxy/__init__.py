@@ -1,0 +1,1 @@
+"""Proxies compared on the same mock upstreams, in one run."""
