@@ -27,9 +27,10 @@ def normalise_url(text: str) -> InstanceUrl:
     trailing slash. Raise SchemaViolation when it is no plain http(s) base URL.
     """
     parts = _split(text)
-    scheme, host, port = parts.scheme, _host(parts), _port(parts)
+    scheme = parts.scheme
     if scheme not in _DEFAULT_PORTS:
         raise _bad_url("the scheme must be http or https")
+    host, port = _host(parts), _port(parts)
     if parts.username is not None or parts.password is not None or "@" in parts.netloc:
         raise _bad_url("user info is not allowed")
     if parts.query or parts.fragment or text.strip().endswith(("?", "#")):
