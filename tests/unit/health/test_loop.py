@@ -44,6 +44,7 @@ class FakeProber:
         self.broken = False
 
     async def probe(self, url: InstanceUrl) -> ProbeResult:
+        """Answer what the test says about `url`."""
         self.probes[url] += 1
         self.running[url] += 1
         self.most_running[url] = max(self.most_running[url], self.running[url])
@@ -57,28 +58,35 @@ class FakeProber:
             self.running[url] -= 1
 
     async def fetch_models(self, url: InstanceUrl) -> frozenset[str] | None:
+        """List what the test says."""
         self.model_calls[url] += 1
         return self.models.get(url, frozenset())
 
 
 @dataclass
 class World:
+    """A driver, a health loop and the prober that the test controls."""
+
     driver: RegistryDriver
     loop: HealthLoop
     prober: FakeProber
 
     def state(self, url: InstanceUrl = E1) -> InstanceState | None:
+        """Return the state of `url`."""
         view = self.driver.find(url)
         return None if view is None else view.state
 
     def register(self, instance: InstanceSpec) -> None:
+        """Register `instance`."""
         self.driver.apply(Register(spec=instance))
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait until `condition` holds."""
         await wait_until(condition, what, 10.0)
 
 
 async def build(interval_s: float = INTERVAL_S, static: tuple[InstanceSpec, ...] = ()) -> World:
+    """Return a started world."""
     prober, metrics = FakeProber(), ControlMetrics()
     verdict = VerdictPolicy(fail_threshold=3)
     driver = RegistryDriver(
@@ -92,12 +100,14 @@ async def build(interval_s: float = INTERVAL_S, static: tuple[InstanceSpec, ...]
 
 
 async def close(world: World) -> None:
+    """Stop everything."""
     await world.loop.close()
     await world.driver.close()
 
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
+    """A world with a short interval."""
     world = await build()
     yield world
     await close(world)

@@ -18,6 +18,7 @@ from epdctl.domain import InstanceUrl, ProbeOutcome, Role
 from epdctl.health.prober import HttpProber, ProbeResult, parse_models
 from tests.stubs.instance import StubInstance
 from tests.stubs.ports import free_port
+from tests.stubs.process import wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -25,10 +26,12 @@ HEALTHY = ProbeResult(outcome=ProbeOutcome.HEALTHY)
 
 
 def unhealthy(error: str) -> ProbeResult:
+    """Return an unhealthy result with its cause."""
     return ProbeResult(outcome=ProbeOutcome.UNHEALTHY, error=error)
 
 
 async def opened(**fields: Any) -> HttpProber:
+    """Return a prober that is ready to ask."""
     prober = HttpProber(**({"timeout_s": 0.5, "api_key": None, "tls": None} | fields))
     await prober.open()
     return prober
@@ -36,12 +39,14 @@ async def opened(**fields: Any) -> HttpProber:
 
 @pytest.fixture
 async def prober() -> AsyncIterator[HttpProber]:
+    """A prober with a short deadline."""
     prober = await opened()
     yield prober
     await prober.close()
 
 
 async def ask(prober: HttpProber, behaviour: dict[str, Any]) -> ProbeResult:
+    """Probe a stub that behaves as told."""
     async with StubInstance(Role.ENCODE, behaviour) as stub:
         return await prober.probe(InstanceUrl(stub.url))
 
@@ -123,9 +128,7 @@ async def test_cancelling_is_not_a_result(prober: HttpProber) -> None:
     """A probe that is cancelled reports nothing."""
     async with StubInstance(Role.ENCODE, {"health": {"hang": True}}) as stub:
         task = asyncio.create_task(prober.probe(InstanceUrl(stub.url)))
-        async with asyncio.timeout(5):
-            while not stub.calls:
-                await asyncio.sleep(0.005)
+        await wait_until(lambda: bool(stub.calls), "probe arrived")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -162,7 +165,10 @@ async def test_a_given_certificate_authority_is_used() -> None:
 
 
 class TestModels:
+    """What `/v1/models` says."""
+
     async def fetch(self, prober: HttpProber, handler: Any) -> frozenset[str] | None:
+        """Ask a server whose `/v1/models` is `handler`."""
         app = web.Application()
         app.router.add_get("/v1/models", handler)
         async with TestServer(app) as server:

@@ -15,6 +15,7 @@ POLICY = SchedulePolicy(interval_s=5.0, timeout_s=2.0, backoff_cap_s=30.0)
 
 
 def due(state: S, *, past: int = 0, finished: float = 100.1, policy: SchedulePolicy = POLICY) -> float | None:
+    """Return when a probe that began at 100 is followed."""
     return next_due(
         started=100.0, finished=finished, state=state, failures_past_threshold=past, policy=policy
     )

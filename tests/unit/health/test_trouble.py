@@ -12,6 +12,7 @@ WINDOW_S = 5.0
 
 
 def seen(*failures: tuple[str, str, float], success: float | None = None) -> OwnTrouble:
+    """Return what was seen when `failures` and a `success` had come."""
     trouble = OwnTrouble(WINDOW_S)
     if success is not None:
         trouble.note_success(success)

@@ -16,10 +16,13 @@ POLICY = VerdictPolicy(fail_threshold=4, rise_threshold=2)
 
 
 def failures(count: int) -> History:
+    """Return a history of `count` failed probes."""
     return History(probe_failures=count)
 
 
 class TestEviction:
+    """Who goes down."""
+
     def test_below_threshold_keeps_traffic(self) -> None:
         """An instance that failed fewer probes than the threshold still receives work."""
         assert judge_probe(failures(2), UNHEALTHY, POLICY) == (failures(3), Verdict.UNCHANGED)
@@ -40,6 +43,8 @@ class TestEviction:
 
 
 class TestReadmission:
+    """Who comes back."""
+
     def test_rise_threshold_in_a_row(self) -> None:
         """One healthy probe is not enough when two are asked for."""
         history, first = judge_probe(failures(9), HEALTHY, POLICY)
@@ -56,6 +61,8 @@ class TestReadmission:
 
 
 class TestTraffic:
+    """What requests say."""
+
     def test_an_answer_clears_traffic_only(self) -> None:
         """Answered requests do not clear failed probes."""
         history = History(probe_failures=2, traffic_failures=1)

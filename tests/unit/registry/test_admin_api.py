@@ -32,16 +32,20 @@ class Api:
         self.client = client
 
     async def post(self, key: str | None = KEY, /, **fields: Any) -> tuple[int, Any]:
+        """Register with `fields`."""
         return await self.call("POST", json.dumps(fields).encode(), key)
 
     async def delete(self, key: str | None = KEY, /, **query: str) -> tuple[int, Any]:
+        """Remove or drain."""
         return await self.call("DELETE", b"", key, **query)
 
     async def get(self, path: str = "/instances", **query: str) -> tuple[int, Any]:
+        """Read a page."""
         async with self.client.get(path, params=query) as answer:
             return answer.status, await answer.json()
 
     async def call(self, method: str, body: bytes, key: str | None, **query: str) -> tuple[int, Any]:
+        """Call `/instances` and return status and JSON."""
         headers = {} if key is None else {"X-API-Key": key}
         async with self.client.request(
             method, "/instances", data=body, params=query, headers=headers
@@ -50,14 +54,17 @@ class Api:
             return answer.status, await answer.json()
 
     async def lists(self, role: str) -> dict[str, list[str]]:
+        """Return the lists of one role."""
         return (await self.get())[1][role]  # type: ignore[no-any-return]
 
     async def one(self, url: str) -> dict[str, Any]:
+        """Return one instance of the detail view."""
         _, detail = await self.get(view="detail")
         return next(entry for entry in detail["instances"] if entry["url"] == url)
 
 
 async def start(**settings: Any) -> TestClient[Any, Any]:
+    """Return a client of a started application."""
     given: dict[str, Any] = {
         "dynamic_registration": True,
         "admin_api_key": KEY,
@@ -73,6 +80,7 @@ async def start(**settings: Any) -> TestClient[Any, Any]:
 
 @pytest.fixture
 async def api() -> AsyncIterator[Api]:
+    """An application with dynamic registration."""
     client = await start()
     yield Api(client)
     await client.close()
@@ -80,16 +88,20 @@ async def api() -> AsyncIterator[Api]:
 
 @pytest.fixture
 async def encoder() -> AsyncIterator[StubInstance]:
+    """A healthy encoder."""
     async with StubInstance(Role.ENCODE, {"models": ["m"]}) as stub:
         yield stub
 
 
 def code(answer: Any) -> str:
+    """Return the code of an error, whose shape is OpenAI's."""
     assert set(answer["error"]) == {"message", "type", "param", "code"}
     return str(answer["error"]["code"])
 
 
 class TestRegister:
+    """`POST /instances`."""
+
     async def test_reachable_is_ready_when_the_call_returns(self, api: Api, encoder: StubInstance) -> None:
         """A reachable instance is live, with its models, when POST answers."""
         assert await api.post(role="encode", url=encoder.url) == (200, {"registered": True, "state": "ready"})
@@ -207,6 +219,8 @@ class TestRegister:
 
 
 class TestModes:
+    """What the flags allow."""
+
     async def test_registration_off_names_the_flag(self) -> None:
         """With a key but without --dynamic-registration, POST is refused and says how to allow it."""
         api = Api(
@@ -264,6 +278,8 @@ class TestModes:
 
 
 class TestRemove:
+    """`DELETE /instances`."""
+
     async def test_removed(self, api: Api, encoder: StubInstance) -> None:
         """DELETE removes; the URL's spelling does not matter."""
         await api.post(role="encode", url=encoder.url)
@@ -304,6 +320,8 @@ class TestRemove:
 
 
 class TestHealthPages:
+    """`/health`, `/ready`, `/metrics`."""
+
     async def test_health_is_alive_and_ready_has_the_reason(self, api: Api) -> None:
         """An empty proxy is alive, and not ready for a reason."""
         assert await api.get("/health") == (200, {"proxy": "healthy"})

@@ -28,20 +28,25 @@ class ListStore:
         self.broken = False
 
     async def open(self) -> None:
+        """Get ready."""
         pass
 
     async def load(self) -> tuple[StoredInstance, ...]:
+        """Return what is kept."""
         return tuple(self.kept.values())
 
     async def save(self, instance: StoredInstance) -> None:
+        """Keep `instance`."""
         self._check()
         self.kept[instance.spec.url] = instance
 
     async def delete(self, url: InstanceUrl) -> None:
+        """Forget `url`."""
         self._check()
         self.kept.pop(url, None)
 
     async def close(self) -> None:
+        """Do nothing."""
         pass
 
     def _check(self) -> None:
@@ -60,17 +65,20 @@ class Clock:
 
 
 def build(store: ListStore, clock: Callable[[], float], ttl_s: float = 900.0) -> RegistryDriver:
+    """Return a driver that is not started."""
     policy = RegistryPolicy(verdict=VerdictPolicy(), ttl_s=ttl_s)
     return RegistryDriver(Registry(policy), store, ControlMetrics(), clock)
 
 
 @pytest.fixture
 async def store() -> ListStore:
+    """An empty store."""
     return ListStore()
 
 
 @pytest.fixture
 async def driver(store: ListStore) -> AsyncIterator[RegistryDriver]:
+    """A started driver."""
     driver = build(store, asyncio.get_running_loop().time)
     await driver.start(())
     yield driver
@@ -216,6 +224,7 @@ async def test_service_is_judged_once_a_roster(driver: RegistryDriver) -> None:
 
 
 def report_ready(driver: RegistryDriver) -> None:
+    """Report a healthy probe of the first encoder."""
     from epdctl.domain import ProbeOutcome
     from epdctl.registry.commands import ProbeReport
 

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.unit
 
 
 def body(**fields: Any) -> bytes:
+    """Return the JSON of a registration with `fields`."""
     return msgspec.json.encode({"role": "prefill", "url": "http://p9:1"} | fields)
 
 

@@ -18,15 +18,19 @@ pytestmark = pytest.mark.unit
 
 
 def fleet(count: int) -> list[Member]:
+    """Return `count` members."""
     return [member(InstanceUrl(f"http://e{n}:8001")) for n in range(count)]
 
 
 def pick(policy: str, members: list[Member], **inputs: object) -> tuple[Member, int]:
+    """Choose with `inputs` laid over plain ones."""
     given: dict[str, object] = {"cursor": 0, "loads": {}, "key": None, "draw": 0.0}
     return choose(policy, members, **(given | inputs))  # type: ignore[arg-type]
 
 
 class TestRoundRobin:
+    """`round_robin`."""
+
     def test_takes_turns(self) -> None:
         """Each candidate comes once before the first comes again."""
         members, cursor, seen = fleet(3), 0, []
@@ -46,6 +50,8 @@ class TestRoundRobin:
 
 
 class TestLeastInflight:
+    """`least_inflight`."""
+
     def test_takes_the_least_loaded(self) -> None:
         """The candidate with the fewest calls in flight is chosen."""
         members = fleet(3)
@@ -64,6 +70,8 @@ class TestLeastInflight:
 
 
 class TestPowerOfTwo:
+    """`power_of_two`."""
+
     def test_every_pair_comes_up(self) -> None:
         """All draws together compare every ordered pair of different candidates, equally often."""
         members = fleet(4)
@@ -83,6 +91,8 @@ class TestPowerOfTwo:
 
 
 class TestConsistentHashing:
+    """`consistent_hashing`."""
+
     def test_same_key_same_instance(self) -> None:
         """A key keeps its instance whatever the order of the candidates is."""
         members = fleet(5)

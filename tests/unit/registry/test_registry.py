@@ -32,10 +32,13 @@ pytestmark = pytest.mark.unit
 
 
 def kinds(outcome: object) -> list[str]:
+    """Return the kinds of the events of `outcome`."""
     return [event.kind.value for event in outcome.events]  # type: ignore[attr-defined]
 
 
 class TestRegistration:
+    """Who may join, and as what."""
+
     def test_new_is_pending_and_gets_no_traffic(self) -> None:
         """A new instance is not routable before its first healthy probe."""
         registry = new_registry()
@@ -132,6 +135,8 @@ class TestRegistration:
 
 
 class TestHealth:
+    """What probes do."""
+
     def test_below_threshold_keeps_traffic(self) -> None:
         """An instance that failed fewer probes than the threshold still receives work."""
         registry = ready(new_registry(fail_threshold=3), spec())
@@ -216,6 +221,8 @@ class TestHealth:
 
 
 class TestTraffic:
+    """What requests do."""
+
     def test_unreachable_counts_like_a_failed_probe(self) -> None:
         """Refused connections and failed probes add to one run."""
         registry = ready(new_registry(fail_threshold=3), spec(E1), spec(E2))
@@ -271,7 +278,10 @@ class TestTraffic:
 
 
 class TestOwnTrouble:
+    """When everybody fails at once."""
+
     def fleet(self, hosts: tuple[str, ...] = (E1, E2, E3)) -> object:
+        """Return a registry of ready encoders."""
         return ready(new_registry(fail_threshold=2, window_s=5.0), *(spec(url) for url in hosts))
 
     def test_everybody_failing_at_once_holds_evictions_for_one_window(self) -> None:
@@ -338,6 +348,8 @@ class TestOwnTrouble:
 
 
 class TestLeaving:
+    """Removal, drain and time."""
+
     def test_removal_is_at_once(self) -> None:
         """A removed instance gets no traffic from the same moment on."""
         registry = ready(new_registry(), spec())
@@ -436,6 +448,8 @@ class TestLeaving:
 
 
 class TestStatic:
+    """Instances of the command line."""
+
     def test_static_is_evicted_but_never_forgotten(self) -> None:
         """An instance of the command line is probed like others and stays known."""
         registry = ready(new_registry(fail_threshold=1, ttl_s=10.0), spec(static=True))
@@ -465,6 +479,8 @@ class TestStatic:
 
 
 class TestInFlight:
+    """Counts of calls."""
+
     def test_counts_outlive_the_record(self) -> None:
         """A call that ends after its instance was removed and registered again makes no count negative."""
         registry = ready(new_registry(), spec())
@@ -489,6 +505,8 @@ class TestInFlight:
 
 
 class TestRoster:
+    """What routing sees."""
+
     def test_same_object_until_something_changes(self) -> None:
         """Taking the roster on a request's path costs nothing."""
         registry = ready(new_registry(), spec())

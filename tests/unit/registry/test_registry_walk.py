@@ -48,6 +48,7 @@ class Walk:
         self.refusals: Counter[str] = Counter()
 
     def step(self) -> None:
+        """Apply one random command."""
         self.now += self.draw.expovariate(4.0)
         command = self.next_command()
         before = self.registry.roster()
@@ -60,6 +61,7 @@ class Walk:
         self.follow(command, outcome.events)
 
     def next_command(self) -> Command:
+        """Draw a command."""
         url = self.draw.choice(URLS)
         kind = self.draw.choices(
             ["register", "remove", "drain", "probe", "observe", "acquire", "release", "tick"],
@@ -68,22 +70,27 @@ class Walk:
         return getattr(self, f"make_{kind}")(url)  # type: ignore[no-any-return]
 
     def make_register(self, url: InstanceUrl) -> Command:
+        """Draw a registration, now and then with another role or label."""
         role = self.draw.choice(list(Role)) if self.draw.random() < 0.1 else list(Role)[URLS.index(url) % 3]
         labels = (("group", self.draw.choice("ab")),) if self.draw.random() < 0.3 else ()
         return Register(spec=InstanceSpec(url=url, role=role, labels=labels))
 
     def make_remove(self, url: InstanceUrl) -> Command:
+        """A removal."""
         return Remove(url=url)
 
     def make_drain(self, url: InstanceUrl) -> Command:
+        """A drain."""
         return Drain(url=url, deadline=self.now + self.draw.uniform(0, 20))
 
     def generation(self, url: InstanceUrl) -> int:
+        """Return the latest generation of `url`, now and then an older one."""
         view = self.registry.find(url, self.now)
         latest = view.generation if view else self.last_generation.get(url, 1)
         return max(1, latest - (self.draw.random() < 0.1))
 
     def make_probe(self, url: InstanceUrl) -> Command:
+        """A probe report."""
         outcome = self.draw.choices(list(ProbeOutcome), weights=[5, 4, 1])[0]
         models = frozenset(self.draw.sample(["m", "n"], k=1)) if self.draw.random() < 0.2 else None
         return ProbeReport(
@@ -91,20 +98,24 @@ class Walk:
         )
 
     def make_observe(self, url: InstanceUrl) -> Command:
+        """Evidence from traffic."""
         return Observe(
             url=url, generation=self.generation(url), observation=self.draw.choice(list(Observation))
         )
 
     def make_acquire(self, url: InstanceUrl) -> Command:
+        """One call more."""
         return Acquire(url=url, generation=self.generation(url))
 
     def make_release(self, url: InstanceUrl) -> Command:
+        """One call less, now and then one that never was."""
         if self.leases and self.draw.random() < 0.95:
             url, generation = self.draw.choice(self.leases)
             return Release(url=url, generation=generation)
         return Release(url=url, generation=999_999)
 
     def make_tick(self, url: InstanceUrl) -> Command:
+        """Time passes."""
         return Tick()
 
     def follow(self, command: Command, events: Iterable[Event]) -> None:
@@ -137,6 +148,7 @@ class Walk:
                 self.states[event.url] = event.state
 
     def check_last_ready(self, command: Command, event: Event) -> None:
+        """Assert that traffic left somebody of the role."""
         if isinstance(command, Observe):
             assert self.registry.roster().by_role(event.role), "traffic evicted the last ready instance"
 

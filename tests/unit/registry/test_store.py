@@ -26,10 +26,12 @@ FULL = InstanceSpec(
 
 
 def kept(instance: InstanceSpec, generation: int = 1) -> StoredInstance:
+    """Return `instance` as it is kept."""
     return StoredInstance(spec=instance, generation=generation)
 
 
 async def opened(path: Path) -> SqliteStore:
+    """Return an open store."""
     store = SqliteStore(path)
     await store.open()
     return store

@@ -58,6 +58,8 @@ def test_what_roles_add_up_to(present: list[Role], topology: Topology) -> None:
 
 
 class TestService:
+    """Whether requests can be served."""
+
     def test_empty(self) -> None:
         """An empty registry serves nothing and says so."""
         service = judge_service([], Topology.EMPTY)
