@@ -1,5 +1,8 @@
 """Takes finished embeddings to their consumers, and tells the front how that went.
 
+A consumer is asked for space when the tower starts on an item (`announce`), and given the rows when they
+are there (`begin`).
+
 Rules of this file: an entry is pinned from the moment its delivery begins until the transfer engine can no
 longer read it, which may be later than the answer. Deliveries are bounded; beyond the bound a call is
 refused, never queued without end.
@@ -18,9 +21,9 @@ import structlog
 from epdctl.domain import MmHash, TransferId
 from epdctl.errors import EngineUnavailable, EpdError, Overloaded, ShuttingDown
 from epdctl.worker.channel import Message, error_message, message
-from epdctl.worker.encode.cache import EmbeddingCache, Entry
+from epdctl.worker.encode.cache import EmbeddingCache, Entry, Facts
 from epdctl.worker.encode.messages import Ask, Done
-from epdctl.worker.transfer.ports import Pusher, PushItem
+from epdctl.worker.transfer.ports import Delivery, PushAnnouncement, Pusher, PushSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,7 @@ class Deliveries:
         self._address_of = address_of
         self._on_room = on_room
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._announced: dict[str, Delivery | EpdError] = {}
         self._log = structlog.get_logger()
 
     def __len__(self) -> int:
@@ -75,6 +79,29 @@ class Deliveries:
         """Whether no further delivery is taken now."""
         return len(self._tasks) >= self._policy.max_deliveries
 
+    def announce(self, call_id: str, ask: Ask, nbytes: int, shape: tuple[int, int], dtype: str) -> None:
+        """Ask the consumer for space; how that goes is heard in `begin`."""
+        if ask.consumer_zmq is None or ask.transfer_id is None:
+            return
+        announcement = PushAnnouncement(
+            consumer_zmq=ask.consumer_zmq,
+            transfer_id=TransferId(ask.transfer_id),
+            mm_hash=MmHash(ask.mm_hash),
+            nbytes=nbytes,
+            shape=shape,
+            dtype=dtype,
+        )
+        try:
+            self._announced[call_id] = self._pusher.announce(announcement)
+        except EpdError as error:
+            self._announced[call_id] = error
+
+    def withdraw(self, call_id: str) -> None:
+        """Give the space of a call back: its item failed, or nobody wants it any more."""
+        announced = self._announced.pop(call_id, None)
+        if announced is not None and not isinstance(announced, EpdError):
+            announced.abort()
+
     def begin(self, call_id: str, ask: Ask, entry: Entry, source: str) -> None:
         """Deliver `entry` to where `ask` says, as a task; the front hears the end."""
         self._cache.pin(entry)
@@ -84,12 +111,15 @@ class Deliveries:
         task.add_done_callback(lambda _: self._ended(call_id, held))
 
     def cancel(self, call_id: str) -> None:
-        """Give up the delivery of a call that was left."""
+        """Give up what was announced or begun for a call that was left."""
+        self.withdraw(call_id)
         if (task := self._tasks.get(call_id)) is not None:
             task.cancel()
 
     async def close(self) -> None:
         """Give up whatever is still under way."""
+        for call_id in list(self._announced):
+            self.withdraw(call_id)
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -106,8 +136,7 @@ class Deliveries:
         self._on_room()
 
     async def _run(self, call_id: str, ask: Ask, entry: Entry, source: str, held: _Source) -> None:
-        facts = entry.facts
-        assert facts is not None
+        facts = _facts(entry)
         done = Done(grid=facts.grid, rows=facts.rows, transfer_id=ask.transfer_id, source=source)
         early = message("done", done, call_id=call_id)
         with suppress(EngineUnavailable):  # the front is gone; there is nobody to tell
@@ -121,29 +150,33 @@ class Deliveries:
 
     async def _push(self, call_id: str, ask: Ask, entry: Entry, done: Done, held: _Source) -> Message:
         """Push `entry` and return the message that tells how it went."""
-        held.with_pusher = True
         try:
-            result = await self._pusher.push(self._item(ask, entry, held))
+            delivery = self._delivery(call_id, ask, entry)
+            held.with_pusher = True
+            result = await delivery.push(
+                PushSource(address=self._address_of(entry), digest=_facts(entry).digest, on_free=held.release)
+            )
         except EpdError as error:
             self._log.warning("push_failed", transfer_id=ask.transfer_id, error_code=error.code)
             return error_message(error, call_id=call_id)
         delivered = msgspec.structs.replace(done, transfer_id=str(result.transfer_id))
         return message("done", delivered, call_id=call_id)
 
-    def _item(self, ask: Ask, entry: Entry, held: _Source) -> PushItem:
-        facts = entry.facts
-        assert facts is not None and ask.consumer_zmq is not None and ask.transfer_id is not None
-        return PushItem(
-            consumer_zmq=ask.consumer_zmq,
-            transfer_id=TransferId(ask.transfer_id),
-            mm_hash=MmHash(ask.mm_hash),
-            nbytes=entry.region.nbytes,
-            shape=(facts.rows, facts.width),
-            dtype=facts.dtype,
-            address=self._address_of(entry),
-            digest=facts.digest,
-            on_source_free=held.release,
-        )
+    def _delivery(self, call_id: str, ask: Ask, entry: Entry) -> Delivery:
+        """Return what was announced for the call, announcing it now if that was not done."""
+        facts = _facts(entry)
+        if call_id not in self._announced:
+            shape = (facts.rows, facts.width)
+            self.announce(call_id, ask, entry.region.nbytes, shape, facts.dtype)
+        announced = self._announced.pop(call_id)
+        if isinstance(announced, EpdError):
+            raise announced
+        return announced
+
+
+def _facts(entry: Entry) -> Facts:
+    assert entry.facts is not None, "only published entries are delivered"
+    return entry.facts
 
 
 def refusal(*, stopping: bool) -> EpdError:

@@ -25,7 +25,7 @@ from epdctl.worker.encode.cache import EmbeddingCache, Entry
 from epdctl.worker.encode.checkpoint import checkpoint_identity
 from epdctl.worker.encode.deliveries import Deliveries, DeliveryPolicy, refusal
 from epdctl.worker.encode.flights import Action, AskForPixels, Flights
-from epdctl.worker.encode.messages import Ask, EncodeEngineSettings, Pixels, ReadyFacts
+from epdctl.worker.encode.messages import Ask, EncodeEngineSettings, Grid, Pixels, ReadyFacts
 from epdctl.worker.encode.scheduler import BatchLimits, Scheduler
 from epdctl.worker.encode.tower_queue import QueueEvents, TowerQueue
 from epdctl.worker.encode.transfer import open_transfer
@@ -85,7 +85,7 @@ class EncodeEngine:
             max_tokens=self._settings.max_batch_tokens, max_items=self._settings.max_batch_items
         )
         events = QueueEvents(
-            running=self._flights.running,
+            running=self._running,
             landed=self._landed,
             may_run=lambda: not self._deliveries.is_full,
         )
@@ -185,6 +185,13 @@ class EncodeEngine:
             else:
                 self._queue.remove(action.key)
 
+    def _running(self, items: Sequence[tuple[str, Grid]]) -> None:
+        for key, grid in items:
+            shape = (self._queue.rows_of(grid), self._tower.width)
+            for call_id in self._flights.run(key):
+                nbytes = self._queue.nbytes_of(grid)
+                self._deliveries.announce(call_id, self._asks[call_id], nbytes, shape, self._tower.dtype)
+
     def _landed(self, key: str, result: Entry | EpdError) -> None:
         for call_id in self._flights.land(key):
             if isinstance(result, EpdError):
@@ -194,6 +201,7 @@ class EncodeEngine:
         self._admit()
 
     def _fail(self, call_id: str, error: EpdError) -> None:
+        self._deliveries.withdraw(call_id)
         self._asks.pop(call_id, None)
         self._outbox.put_nowait(error_message(error, call_id=call_id))
 

@@ -15,7 +15,6 @@ A flight that nobody waits for is over, unless the tower runs it already: then i
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -104,15 +103,11 @@ class Flights:
         flight.phase = Phase.QUEUED
         return flight.key
 
-    def running(self, keys: Sequence[str]) -> None:
-        """The tower runs `keys` now."""
-        for key in keys:
-            self._flights[key].phase = Phase.RUNNING
-
-    def put_back(self, keys: Sequence[str]) -> None:
-        """The tower could not take `keys` yet: they wait in the queue again."""
-        for key in keys:
-            self._flights[key].phase = Phase.QUEUED
+    def run(self, key: str) -> tuple[str, ...]:
+        """The tower runs `key` now: return the calls that wait for it."""
+        flight = self._flights[key]
+        flight.phase = Phase.RUNNING
+        return tuple(flight.calls)
 
     def land(self, key: str) -> tuple[str, ...]:
         """The flight of `key` is over, well or not: return the calls that waited for it."""

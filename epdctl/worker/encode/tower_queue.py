@@ -40,7 +40,7 @@ class Waiting:
 class QueueEvents:
     """Who is told: `running` before a forward, `landed` with each result, `may_run` asked before a batch."""
 
-    running: Callable[[Sequence[str]], None]
+    running: Callable[[Sequence[tuple[str, Grid]]], None]
     landed: Callable[[str, Entry | EpdError], None]
     may_run: Callable[[], bool]
 
@@ -165,7 +165,7 @@ class TowerQueue:
         return batch
 
     async def _run_batch(self, batch: list[tuple[str, Entry]]) -> None:
-        self._events.running([key for key, _ in batch])
+        self._events.running([(key, self._waiting[key].grid) for key, _ in batch])
         loop = asyncio.get_running_loop()
         self._busy_since = begun = loop.time()
         for key, _ in batch:

@@ -13,7 +13,8 @@ from epdctl.worker.engine import StartFailed
 from epdctl.worker.transfer.memory import HostMemory
 from epdctl.worker.transfer.mooncake import TransferEngine, TransferSetupFailed
 from epdctl.worker.transfer.ports import RecordSink, TransferOutcome, TransferRecord
-from epdctl.worker.transfer.sender import PushPolicy, Sender
+from epdctl.worker.transfer.push_steps import PushPolicy
+from epdctl.worker.transfer.sender import Sender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

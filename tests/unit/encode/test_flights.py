@@ -36,7 +36,7 @@ def test_call_that_joins_while_the_tower_runs_is_served() -> None:
     flights.ask("a", "k")
     flights.admit(room=True)
     flights.arrived("a")
-    flights.running(["k"])
+    flights.run("k")
 
     flights.ask("late", "k")
 
@@ -101,7 +101,7 @@ def test_running_item_that_nobody_wants_still_lands() -> None:
     flights.ask("a", "k")
     flights.admit(room=True)
     flights.arrived("a")
-    flights.running(["k"])
+    flights.run("k")
 
     assert flights.leave("a") == []
     assert flights.ask("b", "k") is True

@@ -1,0 +1,57 @@
+"""The real encode engine with a tower that fails or stands still on request.
+
+Run by the worker's front instead of `epdctl.worker.encode.engine`. What happens is read, before every
+forward, from the file that the variable EPDCTL_TEST_FAULT names: nothing (all well), `raise` (every forward
+fails), `poison` (a forward with an all-black picture fails), `hang` (forwards wait until the file changes).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from epdctl.errors import EncodeFailed
+from epdctl.worker.encode.engine import EncodeEngine
+from epdctl.worker.encode.vision import Grid, Outputs, Tower
+from epdctl.worker.engine import run_engine
+
+FAULT_FILE = "EPDCTL_TEST_FAULT"
+
+
+def _fault() -> str:
+    path = Path(os.environ[FAULT_FILE])
+    return path.read_text().strip() if path.exists() else ""
+
+
+class FaultyTower(Tower):
+    """A tower with a switch."""
+
+    def encode(self, pictures: Sequence[tuple[torch.Tensor, Grid]]) -> Outputs:
+        """Fail, wait, or encode."""
+        while _fault() == "hang":
+            time.sleep(0.02)
+        is_black = any(
+            bool((patches == patches[0, 0]).sum() * 3 >= patches.numel()) for patches, _ in pictures
+        )
+        if _fault() == "raise" or (_fault() == "poison" and is_black):
+            raise EncodeFailed("the vision tower failed on this item")
+        return super().encode(pictures)
+
+
+class FaultyEncodeEngine(EncodeEngine):
+    """The engine with that tower."""
+
+    def load_tower(self) -> Tower:
+        """Load the real tower, behind the switch."""
+        loaded: Any = super().load_tower()
+        loaded.__class__ = FaultyTower
+        return loaded  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_engine(FaultyEncodeEngine))
