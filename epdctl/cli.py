@@ -84,7 +84,8 @@ COMMANDS: tuple[Command, ...] = (
 )
 
 
-def _load(reference: str) -> Any:
+def load_reference(reference: str) -> Any:
+    """Return what `module:name` names."""
     module, name = reference.split(":")
     return getattr(importlib.import_module(module), name)
 
@@ -124,9 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"epdctl: unknown command '{' '.join(words[:2])}' ({hint})", file=sys.stderr)
         return EXIT_USAGE
     prog = "epdctl " + " ".join(command.words)
-    settings = load_settings(_load(command.settings), prog, words[len(command.words) :])
+    settings = load_settings(load_reference(command.settings), prog, words[len(command.words) :])
     try:
-        result = _load(command.run)(settings)
+        result = load_reference(command.run)(settings)
     except KeyboardInterrupt:
         return 130
     return EXIT_FAILED if result is None else int(result)

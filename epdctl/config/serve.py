@@ -56,7 +56,7 @@ class ServeSettings(CommandSettings):
     protect_reads: bool = Field(False, description="ask for the admin key on GET /instances too")
     store: str = Field(
         "",
-        description="where registrations live: 'memory' or 'sqlite:PATH'; by default serve-<port>.db in the "
+        description="where registrations live: 'memory' or 'sqlite:PATH'; by default serve-PORT.db in the "
         "user's state folder with --dynamic-registration, else memory",
     )
 
