@@ -1,8 +1,8 @@
 """One item on its way to one consumer: all its ranks, joined.
 
 Rules of this file: the caller hears of the end at once; the source and the clean-up have ends of their own,
-and the sender keeps the delivery until then. Every rank gets the whole item; one rank's failure gives up the
-others. Results are values until somebody asks for them, so that an announced item that nobody pushes is no error.
+and the sender keeps the delivery until then. Every rank gets the whole item; when one fails the others are
+given up. Results are values until somebody asks: an announced item that nobody pushes is no error.
 """
 
 from __future__ import annotations

@@ -16,13 +16,14 @@ from epdctl.worker.transfer.tombstones import End
 class LeasePolicy:
     """How long things are kept, in seconds, and how many of them.
 
-    `pending_s`: how long a region waits for a writer that was cancelled or whose lease ran out; longer than
-    any transport keeps sending (vLLM's waits 30 s). `quarantine_s`: how long a region rests after its writer
-    was given up, since bytes in kernel buffers may still land (three times a 5 s progress timeout).
+    `pending_s`: how long a region waits for a writer that was cancelled or whose lease ran out. A producer
+    may begin to write up to 150 s after it reserved (vLLM's and ours refresh older reservations) and need a
+    minute. `quarantine_s`: how long a region rests after its writer was given up, since bytes in kernel
+    buffers may still land (three times a 5 s progress timeout).
     """
 
     lease_s: float = 300.0
-    pending_s: float = 120.0
+    pending_s: float = 240.0
     quarantine_s: float = 15.0
     tombstone_s: float = 300.0
     max_tombstones: int = 65_536

@@ -6,8 +6,9 @@ Rules of this file:
 - At most one control exchange is open at a time; what was asked is told back with its answer, so a late or
   doubled answer is recognised and ignored.
 - The source is released exactly once, and only when no write can still read it.
-- A reservation is either completed, cancelled, or was never there; a transfer id that was refused is not
-  cancelled, since that would poison it at vLLM consumers.
+- A reservation is either completed, cancelled, or was never there. A transfer id that was refused is not
+  cancelled, since that would poison it at vLLM consumers; one whose reserve went unanswered is cancelled and
+  not used again, since a late copy of that cancel would hit whatever is reserved under it.
 - The caller hears of the end at once; cleaning up goes on after it.
 
     waiting (for space, for the source) → writing → completing → ended
@@ -16,6 +17,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from epdctl.domain import TransferId
@@ -44,17 +46,22 @@ Answer = Reservation | Refusal | CompleteResult | TransferStatus | bool | None
 
 
 class Push:
-    """One push of `nbytes`; `spare_id` is for when it has to reserve anew under another id, once."""
+    """One push of `nbytes`; `spare_ids` are for when it has to reserve anew under another id."""
 
     def __init__(
-        self, nbytes: int, *, transfer_id: TransferId, spare_id: TransferId, policy: PushPolicy
+        self,
+        nbytes: int,
+        *,
+        transfer_id: TransferId,
+        spare_ids: Iterable[TransferId],
+        policy: PushPolicy,
     ) -> None:
         self.transfer_id = transfer_id
         self.phase = Phase.RESERVING
         self.bytes_written = 0
         self.asked: Exchange | None = None
         self._nbytes = nbytes
-        self._spare_id: TransferId | None = spare_id
+        self._spare_ids = list(spare_ids)
         self._policy = policy
         self._source = Source.ABSENT
         self._held: Held | None = None
@@ -169,10 +176,10 @@ class Push:
             self._cancel_lost(asked, now)
         elif self.phase is Phase.ENDED:
             self._clean_up()
-        elif self._attempts >= self._attempts_allowed(asked):
+        elif self._attempts >= self._policy.control_attempts:
             self._fail(Failure.UNAVAILABLE)
         elif isinstance(asked, Reserve):
-            self._renew()
+            self._renew(refresh=False)
         elif isinstance(asked, Complete):
             self._ask(Complete(asked.transfer_id, asked.reservation_id))
         else:
@@ -228,19 +235,18 @@ class Push:
         else:
             self._finish(Finish(TransferOutcome.CANCELLED))
 
-    def _renew(self) -> None:
+    def _renew(self, *, refresh: bool) -> None:
         assert self._held is not None
         self.phase = Phase.RENEWING
         held = self._held
-        self._ask(Cancel(held.transfer_id, held.reservation_id, abandon=True, refresh=True, fenced=True))
+        self._ask(Cancel(held.transfer_id, held.reservation_id, abandon=True, refresh=refresh, fenced=True))
 
     def _replace_id(self) -> None:
-        if self._spare_id is None:
+        if not self._spare_ids:
             self._fail(Failure.WRITER_GONE)
             return
-        self.transfer_id, self._spare_id = self._spare_id, None
+        self.transfer_id = self._spare_ids.pop(0)
         self._renewed = False
-        self._attempts = 0
         self._reserve()
 
     def _ask_again(self) -> None:
@@ -274,7 +280,7 @@ class Push:
     def _write(self, now: float) -> None:
         assert self._reservation is not None
         if now - self._reserved_at > self._policy.refresh_age_s:
-            self._renew()
+            self._renew(refresh=True)
             return
         self.phase = Phase.WRITING
         self._source = Source.READ
@@ -344,13 +350,16 @@ class Push:
         elif self.phase is not Phase.RENEWING:
             self._held = None if ok or not asked.refresh else self._held
             self._clean_up()
-        else:
+        elif asked.refresh:
             # A refusal says that the id is ready, cancelled or expired: reserving it tells which.
             self._renewed = ok
             self._reserve()
+        else:
+            self._held = None
+            self._replace_id()
 
     def _cancel_lost(self, asked: Cancel, now: float) -> None:
-        if self._attempts < self._policy.cancel_attempts:
+        if self._attempts < self._policy.control_attempts:
             self._ask(replace(asked))
         elif asked.failed:
             self._was_told(now)
@@ -386,14 +395,6 @@ class Push:
         self.asked = exchange
         self._actions.append(exchange)
 
-    def _attempts_allowed(self, asked: Exchange) -> int:
-        if isinstance(asked, Reserve):
-            return self._policy.reserve_attempts
-        if isinstance(asked, Complete):
-            return self._policy.complete_attempts
-        return self._policy.poll_attempts
-
     def _take(self) -> list[Action]:
-        actions = self._actions
-        self._actions = []
+        actions, self._actions = self._actions, []
         return actions

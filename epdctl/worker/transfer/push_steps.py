@@ -19,17 +19,15 @@ BYTES_PER_SECOND = 200e6
 class PushPolicy:
     """How long and how often a push tries.
 
-    `deadline_s` runs from when the bytes are there. `full_patience_s`: how long a full arena is asked again.
-    `linger_s`: how long after a failed write the consumer is left to believe that bytes may still land, since
-    they did (up to 8.6 MB out of kernel buffers); three times a 5 s progress timeout.
+    `deadline_s` runs from when the bytes are there. `control_attempts`: of each kind of control exchange.
+    `full_patience_s`: how long a full arena is asked again. `linger_s`: how long after a failed write the
+    consumer is left to believe that bytes may still land, since they did (up to 8.6 MB out of kernel
+    buffers); three times a 5 s progress timeout.
     """
 
     deadline_s: float = 30.0
     write_base_s: float = 5.0
-    reserve_attempts: int = 2
-    complete_attempts: int = 2
-    cancel_attempts: int = 2
-    poll_attempts: int = 2
+    control_attempts: int = 2
     first_poll_s: float = 0.02
     poll_s: float = 0.1
     full_patience_s: float = 2.0

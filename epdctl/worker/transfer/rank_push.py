@@ -92,7 +92,7 @@ class RankPush:
         self._push = Push(
             announcement.nbytes,
             transfer_id=announcement.transfer_id,
-            spare_id=around.new_id(),
+            spare_ids=(around.new_id(), around.new_id()),
             policy=around.policy,
         )
         self._source: PushSource | None = None

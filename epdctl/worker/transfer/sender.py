@@ -27,6 +27,8 @@ from epdctl.worker.transfer.ports import PushAnnouncement, PushItem, PushResult,
 from epdctl.worker.transfer.push_steps import PushPolicy
 from epdctl.worker.transfer.rank_push import Surroundings, WriteEngine
 
+__all__ = ["PushPolicy", "Sender", "SenderStats"]
+
 MAX_CONSUMERS = 256
 CLOSE_GRACE_S = 2.0
 
