@@ -38,6 +38,7 @@ from epdctl.lifecycle import (
 )
 from epdctl.logs import configure_logs
 from epdctl.metrics import ControlMetrics
+from epdctl.proxy.api import add_proxy_routes
 from epdctl.registry.api import InstancesApi
 from epdctl.registry.driver import RegistryDriver
 from epdctl.registry.registry import Registry, RegistryPolicy
@@ -84,6 +85,7 @@ def build_app(settings: ServeSettings, presence: Presence | None = None) -> web.
         protect_reads=settings.protect_reads,
     ).add_routes(app)
     HealthApi(driver, metrics, presence.is_leaving).add_routes(app)
+    add_proxy_routes(app, settings=settings, routing=driver, metrics=metrics)
     return app
 
 

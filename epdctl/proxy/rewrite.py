@@ -80,7 +80,7 @@ def build_decode_body(request: Request, encoded: Encoded, kv_params: bytes | Non
 
 
 def build_prefill_body(request: Request, encoded: Encoded, kv_params: bytes) -> Body:
-    """Return the body for prefill: one token, no stream, one choice, everything else as the client sent it."""
+    """Return the body for prefill: one token, one choice, no stream, the rest as the client sent it."""
     fields = _consumer_fields(request, encoded)
     fields["max_tokens"] = b"1"
     if has_value(request.fields, "max_completion_tokens"):
