@@ -58,7 +58,10 @@ class AdminClient:
 
     async def detail(self) -> dict[str, Any]:
         """Return `GET /instances?view=detail`."""
-        return await self._call("GET", {"view": "detail"}, None, _CALL_TIMEOUT_S)
+        detail = await self._call("GET", {"view": "detail"}, None, _CALL_TIMEOUT_S)
+        if not isinstance(detail.get("instances"), list):
+            raise self._no_proxy(200)
+        return detail
 
     async def register(self, registration: dict[str, Any]) -> dict[str, Any]:
         """Register an instance; the proxy answers after its first probe."""
@@ -100,14 +103,19 @@ class AdminClient:
         try:
             answer = msgspec.json.decode(body, type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            raise ProxyUnreachable(
-                f"what answers at {self._url} with status {status} is no epdctl proxy (--url)"
-            ) from None
+            raise self._no_proxy(status) from None
         if status == 200:
             return answer
+        if status in (404, 405, 501) and "removed" not in answer:
+            raise self._no_proxy(status)
         error = answer.get("error")
         message = error.get("message") if isinstance(error, dict) else None
         raise Refused(status, str(message) if message else f"the proxy answered with status {status}")
+
+    def _no_proxy(self, status: int) -> ProxyUnreachable:
+        return ProxyUnreachable(
+            f"what answers at {self._url} with status {status} is no epdctl proxy (--url)"
+        )
 
 
 def _why(error: aiohttp.ClientError | OSError) -> str:
