@@ -166,6 +166,9 @@ class StubInstance:
         """Close the listener and all connections, and end all tasks."""
         self._unplug_listener()
         await self._close_listener(drop_connections=True)
+        # A connection that was accepted a moment ago gets its task only in the next turns of the loop.
+        for _ in range(3):
+            await asyncio.sleep(0)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
