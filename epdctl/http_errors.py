@@ -28,6 +28,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 RESPONSE_STARTED: web.RequestKey[bool] = web.RequestKey("response_started", bool)
 
+SERVER = "epdctl"
+"""What answers call the server: a version is nobody's business."""
+
 _ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
 
 
@@ -40,7 +43,7 @@ def accept_request_id(offered: str | None) -> str:
 
 def error_response(error: EpdError, request_id: str) -> web.Response:
     """Return the HTTP answer for `error`; a refused upstream's body is passed through unchanged."""
-    headers = {"x-request-id": request_id}
+    headers = {"x-request-id": request_id, "Server": SERVER}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, UpstreamRefused):
@@ -67,7 +70,7 @@ def internal_error_response(request_id: str) -> web.Response:
     return web.Response(
         status=500,
         body=encode_json(body),
-        headers={"x-request-id": request_id, "Content-Type": "application/json"},
+        headers={"x-request-id": request_id, "Server": SERVER, "Content-Type": "application/json"},
     )
 
 
@@ -105,6 +108,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     else:
         if not response.prepared:
             response.headers["x-request-id"] = request_id
+            response.headers.setdefault("Server", SERVER)
         return response
     if request.get(RESPONSE_STARTED):
         # The status line is out: a second one would land in the body (seen in aiohttp 3.13 and 3.14).

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Literal
+from typing import Any, Literal
 
+import msgspec
 import structlog
 
 LogFormat = Literal["json", "console"]
@@ -19,11 +20,15 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 def configure_logs(log_format: LogFormat, level: LogLevel) -> None:
     """Send structlog and the standard library's loggers to stderr in `log_format` from `level` on."""
     threshold = getattr(logging, level.upper())
-    renderer: structlog.types.Processor = (
-        structlog.processors.JSONRenderer()
-        if log_format == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    )
+    renderer: structlog.types.Processor
+    sink: Any
+    if log_format == "json":
+        # A line a request: msgspec writes it in half the time of the standard library.
+        renderer = structlog.processors.JSONRenderer(serializer=_to_json)
+        sink = structlog.BytesLoggerFactory(sys.stderr.buffer)
+    else:
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        sink = structlog.PrintLoggerFactory(sys.stderr)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -33,7 +38,14 @@ def configure_logs(log_format: LogFormat, level: LogLevel) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=sink,
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=max(threshold, logging.WARNING), stream=sys.stderr, format="%(message)s")
+
+
+_encode = msgspec.json.Encoder(enc_hook=repr).encode
+
+
+def _to_json(event: Any, **_: Any) -> bytes:
+    return _encode(event)

@@ -159,9 +159,8 @@ class ProxyApi:
         )
 
     async def _generate(self, request: web.Request, route: str, parse: Parse) -> web.StreamResponse:
-        loop = asyncio.get_running_loop()
         request_id = request[REQUEST_ID]
-        record = Record(request_id=request_id, route=route, started_at=loop.time())
+        record = Record(request_id=request_id, route=route)
         if self._settings.log_requests:
             self._log.info("request_received", route=route)
         try:
@@ -184,7 +183,7 @@ class ProxyApi:
         finally:
             if record.topology is Topology.EMPTY:
                 record.topology = self._routing.roster().topology
-            self._requests.finish(record, loop.time())
+            self._requests.finish(record)
 
     async def _take_in(
         self,

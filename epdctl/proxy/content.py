@@ -8,7 +8,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -33,15 +32,19 @@ TRANSFER_PARAMS = ("kv_transfer_params", "ec_transfer_params")
 _EXTRA_ARGS = "vllm_xargs"  # vLLM merges this object into the same place as the transfer parameters
 
 
-class _MessageView(msgspec.Struct):
-    """The fields of a message that can hold parts; empty when absent."""
+_ABSENT = Raw(b"")
 
-    content: Raw = Raw(b"")
-    reasoning: Raw = Raw(b"")
-    reasoning_content: Raw = Raw(b"")
+
+class _MessageView(msgspec.Struct):
+    """The fields of a message that can hold parts."""
+
+    content: Raw = _ABSENT
+    reasoning: Raw = _ABSENT
+    reasoning_content: Raw = _ABSENT
 
 
 _MESSAGES = msgspec.json.Decoder(list[_MessageView])
+_NOT_JSON = "the body is not valid JSON"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,19 +84,18 @@ def parse_chat(body: bytes | bytearray, limits: Limits, token: bytes) -> Request
         InvalidRequest: not JSON, too deep, a wrong type, or more media than allowed.
         UnsupportedMedia: embeddings, a uuid without media, or media in a shape that is not served.
     """
-    return _guarded(lambda: _read_chat(body, limits, token))
+    try:
+        return _read_chat(body, limits, token)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(_NOT_JSON) from error
 
 
 def parse_completion(body: bytes | bytearray, limits: Limits, token: bytes) -> Request:
     """Return what the (text) completion request in `body` holds; raises as `parse_chat`."""
-    return _guarded(lambda: _read_completion(body, limits, token))
-
-
-def _guarded(read: Callable[[], Request]) -> Request:
     try:
-        return read()
+        return _read_completion(body, limits, token)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest("the body is not valid JSON") from error
+        raise InvalidRequest(_NOT_JSON) from error
 
 
 def _read_chat(body: bytes | bytearray, limits: Limits, token: bytes) -> Request:
@@ -180,7 +182,8 @@ def _find_items(fields: Fields, limits: Limits, token: bytes) -> tuple[MediaItem
     rules = PartRules(token=token, audio_in_video=_uses_audio_in_video(fields))
     items: list[MediaItem] = []
     for number, message in enumerate(messages):
-        _refuse_embeds_in_reasoning(number, message)
+        if message.reasoning is not _ABSENT or message.reasoning_content is not _ABSENT:
+            _refuse_embeds_in_reasoning(number, message)
         if first_byte(message.content) == b"[":
             _collect_items(items, number, message.content, rules, limits)
     return tuple(items)

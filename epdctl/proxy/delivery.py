@@ -11,6 +11,7 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+from functools import lru_cache
 from http import HTTPStatus
 
 from aiohttp import web
@@ -52,6 +53,12 @@ class Delivered(web.StreamResponse):
 
     async def write_eof(self, data: bytes = b"") -> None:
         """Write nothing."""
+
+
+@lru_cache(maxsize=256)
+def delivered(status: int, *, lives_on: bool) -> Delivered:
+    """Return the response that says so; it holds nothing of a request, so one serves all."""
+    return Delivered(status, lives_on=lives_on)
 
 
 class Delivery:
@@ -100,7 +107,7 @@ class Delivery:
             for group in bounded_groups((head, body), WRITE_BYTES):
                 self._transport().writelines(group)
                 await self.drained()
-        return Delivered(status, lives_on=self._lives_on)
+        return delivered(status, lives_on=self._lives_on)
 
     def write(self, pieces: list[bytes]) -> bool:
         """Send a part of the body, as one chunk; say whether the client keeps up."""
@@ -134,7 +141,7 @@ class Delivery:
         """End a stream."""
         if self._is_chunked:
             self._transport().write(b"0\r\n\r\n")
-        return Delivered(self._status, lives_on=self._lives_on)
+        return delivered(self._status, lives_on=self._lives_on)
 
     def fail(self, error: EpdError) -> Delivered:
         """End a started answer that cannot be completed: by an error event, or by cutting the connection."""
@@ -143,7 +150,7 @@ class Delivery:
             self.end()
         else:
             self.cut()
-        return Delivered(self._status, lives_on=False)
+        return delivered(self._status, lives_on=False)
 
     def cut(self) -> None:
         """Close the connection at once: the client sees that the answer is not whole."""

@@ -9,10 +9,10 @@ Rules of this file:
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 
 from epdctl.domain import Observation, Stage
 from epdctl.errors import EpdError, UpstreamProtocol, UpstreamTimeout, UpstreamUnreachable
@@ -71,7 +71,7 @@ class OpenLeg:
         self._is_open = True
         self.stage = stage
         self.member = member
-        self.started_at = meters.now()
+        self.started_at = perf_counter()
         meters.in_flight[stage].inc()
 
     def end(self, outcome: str) -> None:
@@ -79,7 +79,7 @@ class OpenLeg:
         if not self._is_open:
             return
         self._is_open = False
-        elapsed_s = self._meters.now() - self.started_at
+        elapsed_s = perf_counter() - self.started_at
         self._meters.in_flight[self.stage].dec()
         self._meters.seconds[self.stage].observe(elapsed_s)
         if outcome == CANCELLED:
@@ -93,7 +93,6 @@ class StageMeters:
     """The metrics of stages, looked up once."""
 
     def __init__(self, metrics: ControlMetrics) -> None:
-        self.now = asyncio.get_running_loop().time
         self.seconds = {stage: metrics.stage_seconds.labels(stage.value) for stage in Stage}
         self.in_flight = {stage: metrics.in_flight.labels(stage.value) for stage in Stage}
         self.cancels = {stage: metrics.cancels.labels(stage.value) for stage in Stage}

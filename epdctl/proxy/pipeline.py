@@ -14,7 +14,7 @@ import asyncio
 from epdctl.domain import InstanceUrl, Role, Stage, Topology
 from epdctl.errors import EpdError, ShuttingDown, UpstreamProtocol
 from epdctl.metrics import ControlMetrics
-from epdctl.proxy.delivery import ClientGone, Delivered, Delivery
+from epdctl.proxy.delivery import ClientGone, Delivered, Delivery, delivered
 from epdctl.proxy.ec_cancel import EcCanceller
 from epdctl.proxy.encode_stage import EncodeStage
 from epdctl.proxy.job import Attempt, Job
@@ -121,16 +121,16 @@ class Pipeline:
         outcome, job.record.status = CANCELLED, leg.status
         try:
             if leg.whole is not None:
-                delivered = await delivery.send_whole(leg.status, leg.headers, leg.whole.body)
+                result = await delivery.send_whole(leg.status, leg.headers, leg.whole.body)
             else:
-                delivered = await self._relay(leg, delivery)
+                result = await self._relay(leg, delivery)
             outcome = job.record.outcome = OK
         except StageFailed as failure:
-            outcome, delivered = failure.kind.value, self._fail(job, delivery, failure.error)
+            outcome, result = failure.kind.value, self._fail(job, delivery, failure.error)
         except ClientGone:
             job.record.outcome = CLIENT_DISCONNECT
             delivery.cut()
-            delivered = Delivered(leg.status, lives_on=False)
+            result = delivered(leg.status, lives_on=False)
         except asyncio.CancelledError:
             if delivery.is_client_there:
                 self._fail(job, delivery, ShuttingDown("this proxy is shutting down"))
@@ -140,7 +140,7 @@ class Pipeline:
             raise
         finally:
             leg.close(outcome)
-        return delivered
+        return result
 
     async def _relay(self, leg: DecodeLeg, delivery: Delivery) -> Delivered:
         delivery.begin_stream(leg.status, leg.headers)

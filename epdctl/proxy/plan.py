@@ -10,7 +10,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from epdctl.domain import InstanceUrl, Modality, Replica, Role
@@ -19,6 +19,9 @@ from epdctl.registry.policies import Policy, choose
 from epdctl.registry.snapshot import Member, Roster
 
 Loads = Mapping[InstanceUrl, int]
+Members = tuple[Member, ...]
+Draw = Callable[[], float]
+"""A source of random numbers in [0, 1), handed in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +81,6 @@ class RoutePlan:
     consumer: Replica
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidates:
-    encode: tuple[Member, ...]
-    prefill: tuple[Member, ...]
-    decode: tuple[Member, ...]
-
-
 def plan_route(
     roster: Roster,
     cursors: Cursors,
@@ -92,7 +88,7 @@ def plan_route(
     *,
     policies: Policies,
     loads: Loads,
-    draws: Iterator[float],
+    draw: Draw,
 ) -> tuple[RoutePlan, Cursors]:
     """Return a plan for `demand` and the cursors to commit with it.
 
@@ -100,36 +96,36 @@ def plan_route(
         NoInstance: a stage has no ready instance for the model, or none that fits the other stages'.
         UnknownModel: every stage has ready instances, and none lists the model.
     """
-    is_split = not roster.by_role(Role.PREFILL_DECODE) and bool(
-        roster.by_role(Role.PREFILL) or roster.by_role(Role.DECODE)
-    )
-    found = _candidates(roster, demand, is_split)
-    if is_split:
-        pairable = tuple(p for p in found.prefill if any(_fit(p, d) for d in found.decode))
-        prefill, cursors = _choose_prefill(pairable, found, cursors, demand, policies, loads, draws)
-        fitting = tuple(d for d in found.decode if _fit(prefill, d))
+    encoders, prefills, decodes = _able(roster, demand)
+    prefill, at_prefill = None, cursors.prefill
+    if prefills is not None:
+        fitting = _paired(prefills, decodes)
+        prefill, at_prefill = choose(
+            policies.prefill,
+            _avoiding(_reachable(fitting, encoders, Role.PREFILL), demand.avoid),
+            cursor=cursors.prefill,
+            loads=loads,
+            key=demand.affinity,
+            draw=draw(),
+        )
+        decodes = tuple(d for d in decodes if _fit(prefill, d))
     else:
-        prefill, fitting = None, _reachable(found.decode, found.encode, bool(demand.items), Role.DECODE)
-    decode, at = choose(
+        decodes = _reachable(decodes, encoders, Role.DECODE)
+    decode, at_decode = choose(
         policies.decode,
-        _avoiding(fitting, demand.avoid),
+        _avoiding(decodes, demand.avoid),
         cursor=cursors.decode,
         loads=loads,
         key=demand.affinity,
-        draw=next(draws),
+        draw=draw(),
     )
-    cursors = replace(cursors, decode=at)
-    consumer, cursors = _choose_replica(prefill or decode, cursors)
-    batches, cursors = plan_encoders(
-        roster,
-        cursors,
-        demand,
-        consumer=prefill or decode,
-        policy=policies.encode,
-        loads=loads,
-        draws=draws,
+    consumer = prefill or decode
+    replica, replicas = _choose_replica(consumer, cursors.replicas)
+    batches, at_encode = _spread(encoders, cursors.encode, demand, consumer, policies.encode, loads, draw)
+    return (
+        RoutePlan(batches=batches, prefill=prefill, decode=decode, consumer=replica),
+        Cursors(encode=at_encode, prefill=at_prefill, decode=at_decode, replicas=replicas),
     )
-    return RoutePlan(batches=batches, prefill=prefill, decode=decode, consumer=consumer), cursors
 
 
 def plan_encoders(
@@ -140,27 +136,41 @@ def plan_encoders(
     consumer: Member,
     policy: Policy,
     loads: Loads,
-    draws: Iterator[float],
+    draw: Draw,
 ) -> tuple[tuple[EncodeBatch, ...], Cursors]:
-    """Return the encoder calls for the items of `demand`; raises NoInstance when no encoder fits."""
-    if not demand.items:
-        return (), cursors
-    able = tuple(m for m in roster.by_role(Role.ENCODE) if m.serves(demand.model) and _fit(m, consumer))
-    if not able:
-        raise _nobody((Role.ENCODE,), demand.model)
-    able = _avoiding(able, demand.avoid)
-    load, at = dict(loads), cursors.encode
-    chosen: list[tuple[ItemDemand, Member]] = []
-    for item in demand.items:
-        member, at = choose(policy, able, cursor=at, loads=load, key=item.key, draw=next(draws))
-        load[member.url] = load.get(member.url, 0) + 1
-        chosen.append((item, member))
-    return _batches(chosen, demand.batch_limit), replace(cursors, encode=at)
+    """Return encoder calls for the items of `demand` alone; raises NoInstance when no encoder fits."""
+    encoders = _serving(roster.by_role(Role.ENCODE), demand.model)
+    batches, at = _spread(encoders, cursors.encode, demand, consumer, policy, loads, draw)
+    return batches, replace(cursors, encode=at)
 
 
 def has_other(roster: Roster, role: Role, model: str | None, url: InstanceUrl) -> bool:
     """Say whether another ready instance of `role` than `url` serves `model`."""
     return any(m.url != url and m.serves(model) for m in roster.by_role(role))
+
+
+def _spread(
+    encoders: Members,
+    cursor: int,
+    demand: Demand,
+    consumer: Member,
+    policy: Policy,
+    loads: Loads,
+    draw: Draw,
+) -> tuple[tuple[EncodeBatch, ...], int]:
+    """Return the encoder calls for the items of `demand`, and the next cursor."""
+    if not demand.items:
+        return (), cursor
+    able = _avoiding(tuple(m for m in encoders if _fit(m, consumer)), demand.avoid)
+    if not able:
+        raise _nobody((Role.ENCODE,), demand.model)
+    load = dict(loads)
+    chosen: list[tuple[ItemDemand, Member]] = []
+    for item in demand.items:
+        member, cursor = choose(policy, able, cursor=cursor, loads=load, key=item.key, draw=draw())
+        load[member.url] = load.get(member.url, 0) + 1
+        chosen.append((item, member))
+    return _batches(chosen, demand.batch_limit), cursor
 
 
 def _batches(chosen: Sequence[tuple[ItemDemand, Member]], limit: int) -> tuple[EncodeBatch, ...]:
@@ -181,36 +191,53 @@ def _batches(chosen: Sequence[tuple[ItemDemand, Member]], limit: int) -> tuple[E
 
 def _fit(one: Member, other: Member) -> bool:
     """Say whether two instances may exchange data."""
-    groups_agree = one.group is None or other.group is None or one.group == other.group
-    kinds_agree = (
-        one.kv_connector is None or other.kv_connector is None or one.kv_connector == other.kv_connector
-    )
-    return groups_agree and (kinds_agree or Role.ENCODE in (one.role, other.role))
+    if one.group is not None and other.group is not None and one.group != other.group:
+        return False
+    if one.kv_connector is None or other.kv_connector is None or Role.ENCODE in (one.role, other.role):
+        return True
+    return one.kv_connector == other.kv_connector
 
 
-def _avoiding(members: tuple[Member, ...], avoid: frozenset[InstanceUrl]) -> tuple[Member, ...]:
+def _avoiding(members: Members, avoid: frozenset[InstanceUrl]) -> Members:
     """Return the members without those to avoid; all of them when there is no other."""
     return tuple(m for m in members if m.url not in avoid) or members if avoid else members
 
 
-def _candidates(roster: Roster, demand: Demand, is_split: bool) -> _Candidates:
+def _serving(members: Members, model: str | None) -> Members:
+    return members if model is None else tuple(m for m in members if m.serves(model))
+
+
+def _able(roster: Roster, demand: Demand) -> tuple[Members, Members | None, Members]:
+    """Return the encoders, prefills (None in E+PD) and decodes that serve the model; none may be missing.
+
+    Encoders are left empty for a request without media.
+    """
+    combined = roster.by_role(Role.PREFILL_DECODE)
+    is_split = not combined and bool(roster.by_role(Role.PREFILL) or roster.by_role(Role.DECODE))
     roles = (Role.PREFILL, Role.DECODE) if is_split else (Role.PREFILL_DECODE,)
-    needed = (Role.ENCODE, *roles) if demand.items else roles
-    empty = tuple(role for role in needed if not roster.by_role(role))
-    if empty:
-        raise _nobody(empty, None)
-    able = {role: tuple(m for m in roster.by_role(role) if m.serves(demand.model)) for role in needed}
-    if not any(able.values()):
-        known = ", ".join(roster.known_models)
-        raise UnknownModel(f"the model is not served here; known models: {known}", param="model")
-    unable = tuple(role for role in needed if not able[role])
-    if unable:
-        raise _nobody(unable, demand.model)
-    return _Candidates(
-        encode=able.get(Role.ENCODE, ()),
-        prefill=able.get(Role.PREFILL, ()),
-        decode=able[roles[-1]],
+    if demand.items:
+        roles = (Role.ENCODE, *roles)
+    able = [_serving(roster.by_role(role), demand.model) for role in roles]
+    if not all(able):
+        raise _missing(roster, roles, able, demand.model)
+    return (
+        able[0] if demand.items else (),
+        able[-2] if is_split else None,
+        able[-1],
     )
+
+
+def _missing(
+    roster: Roster, roles: Sequence[Role], able: Sequence[Members], model: str | None
+) -> NoInstance | UnknownModel:
+    """Return the error for roles of which some have no instance that serves `model`."""
+    empty = [role for role in roles if not roster.by_role(role)]
+    if empty:
+        return _nobody(empty, None)
+    if not any(able):
+        known = ", ".join(roster.known_models)
+        return UnknownModel(f"the model is not served here; known models: {known}", param="model")
+    return _nobody([role for role, members in zip(roles, able, strict=True) if not members], model)
 
 
 def _nobody(roles: Sequence[Role], model: str | None) -> NoInstance:
@@ -223,11 +250,17 @@ def _stage_name(role: Role) -> str:
     return Role.DECODE.value if role is Role.PREFILL_DECODE else role.value
 
 
-def _reachable(
-    consumers: tuple[Member, ...], encoders: tuple[Member, ...], has_items: bool, role: Role
-) -> tuple[Member, ...]:
-    """Return the consumers that an encoder can push to; raise NoInstance when items need one and none is."""
-    if not has_items:
+def _paired(prefills: Members, decodes: Members) -> Members:
+    """Return the prefills that have a decode to hand over to."""
+    paired = tuple(p for p in prefills if any(_fit(p, d) for d in decodes))
+    if not paired:
+        raise NoInstance(Role.DECODE.value, "no ready decode instance fits a prefill instance (labels)")
+    return paired
+
+
+def _reachable(consumers: Members, encoders: Members, role: Role) -> Members:
+    """Return the consumers that an encoder can push to; all of them when nothing is to be encoded."""
+    if not encoders:
         return consumers
     reachable = tuple(c for c in consumers if any(_fit(e, c) for e in encoders))
     if not reachable:
@@ -235,34 +268,12 @@ def _reachable(
     return reachable
 
 
-def _choose_prefill(
-    pairable: tuple[Member, ...],
-    found: _Candidates,
-    cursors: Cursors,
-    demand: Demand,
-    policies: Policies,
-    loads: Loads,
-    draws: Iterator[float],
-) -> tuple[Member, Cursors]:
-    if not pairable:
-        raise NoInstance(Role.DECODE.value, "no ready decode instance is in the group of a prefill instance")
-    reachable = _reachable(pairable, found.encode, bool(demand.items), Role.PREFILL)
-    member, at = choose(
-        policies.prefill,
-        _avoiding(reachable, demand.avoid),
-        cursor=cursors.prefill,
-        loads=loads,
-        key=demand.affinity,
-        draw=next(draws),
-    )
-    return member, replace(cursors, prefill=at)
-
-
-def _choose_replica(member: Member, cursors: Cursors) -> tuple[Replica, Cursors]:
+def _choose_replica(
+    member: Member, turns: Mapping[InstanceUrl, int]
+) -> tuple[Replica, Mapping[InstanceUrl, int]]:
     rank = 0
     if member.dp_size > 1:
-        turn = cursors.replicas.get(member.url, 0)
-        rank = turn % member.dp_size
-        cursors = replace(cursors, replicas={**cursors.replicas, member.url: turn + 1})
+        turn = turns.get(member.url, 0)
+        rank, turns = turn % member.dp_size, {**turns, member.url: turn + 1}
     address = member.ec_zmq_addrs[rank] if member.ec_zmq_addrs else None
-    return Replica(url=member.url, rank=rank, ec_zmq_addr=address), cursors
+    return Replica(url=member.url, rank=rank, ec_zmq_addr=address), turns

@@ -7,6 +7,7 @@ key, query string or prompt gets in here; instances are named by URL in the log,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from time import perf_counter
 
 import structlog
 
@@ -36,7 +37,7 @@ class Record:
 
     request_id: str
     route: str
-    started_at: float
+    started_at: float = field(default_factory=perf_counter)
     topology: Topology = Topology.EMPTY
     items: int = 0
     attempts: int = 0
@@ -53,7 +54,7 @@ class RequestLog:
         self._metrics = metrics
         self._log = structlog.get_logger()
 
-    def finish(self, record: Record, now: float) -> None:
+    def finish(self, record: Record) -> None:
         """Count `record` and log its line."""
         self._metrics.requests.labels(record.route, record.topology.value, record.outcome).inc()
         facts = {"error_code": record.error_code} if record.error_code else {}
@@ -66,7 +67,7 @@ class RequestLog:
             outcome=record.outcome,
             attempts=record.attempts,
             items=record.items,
-            elapsed_s=round(now - record.started_at, 6),
+            elapsed_s=round(perf_counter() - record.started_at, 6),
             stages=[
                 {
                     "stage": leg.stage.value,

@@ -6,7 +6,7 @@ Rules of this file: cursors change only with a complete plan; nothing here waits
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from epdctl.domain import InstanceUrl, Role
@@ -58,7 +58,7 @@ class Router:
             demand,
             policies=self._policies,
             loads=self._loads(roster),
-            draws=_draws(),
+            draw=random.random,
         )
         self._commit(roster, cursors)
         return plan
@@ -73,7 +73,7 @@ class Router:
             consumer=consumer,
             policy=self._policies.encode,
             loads=self._loads(roster),
-            draws=_draws(),
+            draw=random.random,
         )
         self._commit(roster, cursors)
         return batches
@@ -95,8 +95,3 @@ class Router:
             cursors = replace(cursors, replicas=kept)
         self._seen_version = roster.version
         self._cursors = cursors
-
-
-def _draws() -> Iterator[float]:
-    while True:
-        yield random.random()  # noqa: S311 - spreads load, keeps no secret
