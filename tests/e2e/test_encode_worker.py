@@ -69,7 +69,7 @@ async def consumer() -> AsyncIterator[Consumer]:
 async def test_rows_at_the_consumer_are_those_of_the_tower(
     worker: EncodeWorker, consumer: Consumer, truth: Truth
 ) -> None:
-    """Two pictures of one request reach the consumer, each under its id, equal to transformers bit for bit."""
+    """Two pictures of a request reach the consumer, each under its id, bit for bit as transformers has them."""
     ids = [new_id(), new_id()]
 
     reply = await worker.encode(
@@ -89,7 +89,7 @@ async def test_rows_at_the_consumer_are_those_of_the_tower(
 
 
 async def test_identical_pictures_are_delivered_twice(worker: EncodeWorker, consumer: Consumer) -> None:
-    """Two identical pictures: one entry in the reply, both transfer ids arrive, the tower ran at most once."""
+    """Two identical pictures: one entry in the reply, both transfer ids arrive, the tower ran once."""
     data = picture((1, 2, 3), (96, 128))
     ids = [new_id(), new_id()]
     forwards = await worker.metric("epdctl_encode_seconds_count")
