@@ -96,6 +96,7 @@ class Receiver:
             verification=settings.verification,
             executor=self._digests,
             settle=self._settle,
+            clock=lambda: asyncio.get_running_loop().time(),
         )
         address = ControlAddress(host=settings.host, port=settings.port)
         self._listener = ControlListener(address, service.answer, self._context)

@@ -53,7 +53,8 @@ class ControlService:
         ports: Callable[[], tuple[int, int]],
         verification: Verification,
         executor: Executor,
-        settle: Callable[[], None],
+        settle: Callable[[], object],
+        clock: Callable[[], float],
     ) -> None:
         self._reservations = reservations
         self._read = read
@@ -61,6 +62,7 @@ class ControlService:
         self._verification = verification
         self._executor = executor
         self._settle = settle
+        self._clock = clock
         self._log = structlog.get_logger()
 
     async def answer(self, body: bytes) -> bytes:
@@ -77,7 +79,7 @@ class ControlService:
         return protocol.encode_result(result)
 
     async def _result(self, request: protocol.Request) -> object:
-        now = asyncio.get_running_loop().time()
+        now = self._clock()
         match request:
             case protocol.Reserve():
                 return self._reserve(request, now)
@@ -122,8 +124,9 @@ class ControlService:
         region = self._reservations.region_to_verify(transfer_id, item.reservation_id)
         intact = region is None or await self._is_intact(transfer_id, region, item.digest)
         # The state may have changed while the digest ran: `complete` looks again, by id and reservation.
-        now = asyncio.get_running_loop().time()
-        result = self._reservations.complete(transfer_id, item.reservation_id, intact=intact, now=now)
+        result = self._reservations.complete(
+            transfer_id, item.reservation_id, intact=intact, now=self._clock()
+        )
         if not intact:
             self._log.warning("ec_digest_mismatch", transfer_id=transfer_id, nbytes=region and region.nbytes)
         return result
