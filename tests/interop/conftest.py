@@ -5,6 +5,7 @@ Rules of this file: nothing is skipped. A missing environment fails the run and 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Generator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -47,7 +48,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare the run's outcomes."""
+    """Prepare the run's outcomes; SIGTERM ends it as Ctrl-C does, so that no vLLM instance is left behind."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     config.stash[OUTCOMES] = {}
     config.stash[ROWS] = {}
 

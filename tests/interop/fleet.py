@@ -16,7 +16,7 @@ import aiohttp
 from tests.interop.engines import HOST, EngineSpec, Place, engine_arguments, engine_environment
 from tests.interop.installed import ROOT, Installed
 from tests.stubs.ports import free_port
-from tests.stubs.process import Process, start_process
+from tests.stubs.process import Process, start_process, wait_until
 
 MODEL = ROOT / "models" / "tiny-vlm" / "qwen2_5_vl"
 START_S = 400.0
@@ -110,11 +110,14 @@ class Fleet:
         await engine.process.wait_exit()
 
     async def serve(self, name: str, *arguments: str, key: str | None = None) -> Running:
-        """Start `epdctl serve` on a free port and wait until it answers."""
+        """Start `epdctl serve` on a free port; wait until it answers, with static URLs until it is ready."""
         port = free_port()
         command = [sys.executable, "-m", "epdctl", "serve", "--host", HOST, "--port", str(port)]
         common = ("--store", "memory", "--drain-delay", "0", "--probe-interval", "1")
-        return await self.start(name, [*command, *common, *arguments], port, {"ADMIN_API_KEY": key})
+        running = await self.start(name, [*command, *common, *arguments], port, {"ADMIN_API_KEY": key})
+        if "--encode-servers-urls" in arguments:
+            await wait_until(lambda: answers(running.url + "/ready"), "the proxy is ready", 60)
+        return running
 
     async def worker(self, kind: str, *arguments: str) -> Running:
         """Start a bundled worker (`encode`, `prefill-decode`) on a free port; wait until it answers."""

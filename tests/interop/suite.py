@@ -16,11 +16,11 @@ class DeploymentSuite:
         """Greedy tokens equal a plain vLLM's, and every picture went by the encoder and the connector."""
         problems = await deployment.judge(name)
 
-        assert problems == []
+        assert problems == [], problems
 
     async def test_a_refused_picture_leaves_no_trace(self, deployment: Deployment) -> None:
         """After a malformed picture the next good request is answered as if nothing had been."""
         refused = await deployment.judge("malformed_image")
         after = await deployment.judge("no_image")
 
-        assert (refused, after) == ([], [])
+        assert (refused, after) == ([], []), (refused, after)
