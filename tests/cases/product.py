@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 ADMIN_KEY = "case-admin-key"
 
 FLAGS: Mapping[str, str] = {
@@ -184,7 +186,9 @@ def _detail_rows(detail: Any) -> Sequence[Mapping[str, Any]]:
 
 def json_bytes(value: Any) -> bytes:
     """Return compact JSON, as clients send it."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+    # Several times faster than the standard library on megabytes of base64: the harness shares one loop with
+    # its stubs, and must not look like a slow proxy.
+    return msgspec.json.encode(value)
 
 
 def request_lines(log: str) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ async def run_case(case: Case, folder: Path) -> list[str]:
         stack.push_async_callback(world.close)
         stack.push_async_callback(steps.close)
         await world.open()
+        await stack.enter_async_context(world.stalls.watched())
         await steps.run()
         failures = await check_all(world)
         if failures and world.process is not None:

@@ -106,10 +106,11 @@ class Steps:
 
     async def _http(self, step: Step, scope: Placeholders) -> None:
         result = self._new_result(step, scope)
-        body = self._body(step, scope)
+        # In a thread: megabytes of base64 must not hold up the stubs and the other steps.
+        body = await asyncio.to_thread(self._body, step, scope)
         path, body = product.translate_call(step["method"], scope.string(step["path"]), body)
         headers = dict(scope.expand(step.get("headers") or {}))
-        data = None if body is None else product.json_bytes(body)
+        data = None if body is None else await asyncio.to_thread(product.json_bytes, body)
         if step.get("gzip_request") and data is not None:
             data = gzip.compress(data, mtime=0)
             headers["Content-Encoding"] = "gzip"

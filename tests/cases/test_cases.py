@@ -14,7 +14,7 @@ from tests.cases.judged import JUDGED
 from tests.cases.loader import OTHER_PARTS, OWN_FOLDER, RUN_HERE, Case, load_folder
 from tests.cases.runner import run_case
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]
 
 CASES_FOLDER = Path(os.environ.get("EPDCTL_CASES_DIR") or OWN_FOLDER)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from tests.cases.judged import JUDGED
 from tests.cases.loader import OTHER_PARTS, OWN_FOLDER, RUN_HERE, BadCase, Case, load_case, load_folder
 from tests.cases.placeholders import Pictures, Placeholders, UnknownPlaceholder, merge, merge_items
 from tests.cases.runner import run_case
+from tests.cases.stalls import Stalls
 from tests.cases.steps import WORKER_OPS, Steps
 from tests.cases.verdict import Subject, run_checks
 from tests.cases.vocabulary import unknown_words
@@ -227,14 +230,28 @@ class TestClient:
     def test_headers_go_out_as_given(self) -> None:
         """Given headers win, missing ones are added, and names keep their case."""
         head = request_head(Request(method="POST", path="/x", headers={"hOsT": "evil"}, body=b"{}"))
-        assert (
-            head
-            == b"POST /x HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 2\r\nhOsT: evil\r\n\r\n"
-        )
+        lines = [b"POST /x HTTP/1.1", b"Content-Type: application/json", b"Content-Length: 2", b"hOsT: evil"]
+        assert head == b"\r\n".join([*lines, b"", b""])
 
     def test_heads_are_read(self) -> None:
         """Status and headers come out of a response head."""
         assert parse_head(b"HTTP/1.1 503 X\r\nA: b\r\nA: c:d\r\n\r\n") == (503, [("A", "b"), ("A", "c:d")])
+
+
+class TestStalls:
+    """The harness's own pauses are no latency of the product."""
+
+    async def test_a_blocked_loop_is_noted(self) -> None:
+        """A loop that is held up for 50 ms shows a stall of about that length, inside and not outside of it."""
+        stalls = Stalls()
+        async with stalls.watched():
+            await asyncio.sleep(0.02)
+            began = time.monotonic()
+            while time.monotonic() - began < 0.05:
+                pass
+            await asyncio.sleep(0.02)
+        assert 0.03 < stalls.within(began, began + 0.05) <= 0.05
+        assert stalls.within(began - 1, began - 0.5) == 0
 
 
 class TestVerdicts:

@@ -18,6 +18,7 @@ from tests.cases.http_client import Request, Result, send
 from tests.cases.loader import Case, picture_folders
 from tests.cases.placeholders import Pictures, Placeholders
 from tests.cases.servers import FileServer, Redirector, SmallServer
+from tests.cases.stalls import Stalls
 from tests.stubs.behaviour import Behaviour, parse_behaviour
 from tests.stubs.consumer import StubConsumer
 from tests.stubs.instance import StubInstance
@@ -61,6 +62,7 @@ class World:
         self.folder = folder
         self.pictures = Pictures(picture_folders(case.path.parent))
         self.records = Records()
+        self.stalls = Stalls()
         self.port = free_port()
         self.process: Process | None = None
         self.processes: list[Process] = []

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tests.stubs.pictures import data_url_bytes, image_grid, picture_size
+from tests.stubs.pictures import data_url_start, image_grid, picture_size
 
 JSON = dict[str, Any]
 
@@ -114,7 +114,7 @@ def _metadata(part: JSON, modality: str, options: JSON) -> JSON:
         return {"video_grid_thw": [2, 8, 8]}
     if modality == "audio":
         return {"audio_feature_lengths": [100]}
-    data = data_url_bytes(media_url(part))
+    data = data_url_start(media_url(part))
     size = picture_size(data) if data else None
     if size is None or not size.width or not size.height:
         return {"image_grid_thw": UNKNOWN_GRID}

@@ -24,13 +24,16 @@ class Size:
     height: int
 
 
-def data_url_bytes(url: str) -> bytes | None:
-    """Return the bytes in a base64 `data:` URL, or None when it is no such URL."""
+_HEADER_CHARACTERS = 87_380
+
+
+def data_url_start(url: str) -> bytes | None:
+    """Return the first 64 KiB in a base64 `data:` URL, where the size stands; None for any other URL."""
     head, comma, payload = url.partition(",")
     if not comma or not head.lower().startswith("data:") or not head.lower().endswith(";base64"):
         return None
     try:
-        return base64.b64decode(payload, validate=True)
+        return base64.b64decode(payload[:_HEADER_CHARACTERS], validate=True)
     except (binascii.Error, ValueError):
         return None
 

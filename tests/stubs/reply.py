@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import msgspec
+
 from epdctl.domain import Role
 from tests.stubs import answers
 from tests.stubs.behaviour import Behaviour, Chat
@@ -215,8 +217,8 @@ async def _send_right_answer(exchange: Exchange, chat: Chat) -> None:
 
 def _parsed(data: bytes) -> dict[str, Any]:
     try:
-        body = json.loads(data)
-    except ValueError:
+        body = msgspec.json.decode(data)
+    except msgspec.DecodeError:
         raise answers.Refusal(status=400, message="Invalid JSON", kind="Bad Request") from None
     if not isinstance(body, dict):
         raise answers.Refusal(status=400, message="Input should be a valid dictionary", kind="Bad Request")
