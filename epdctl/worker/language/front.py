@@ -137,11 +137,12 @@ class LanguageFront:
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             template_kwargs=request.template_kwargs,
+            most=self.loaded.max_model_len,
         )
 
     def _text_ids(self, prompt: str | tuple[int, ...]) -> list[int]:
         if isinstance(prompt, str):
-            return self.loaded.tokenizer.text(prompt)
+            return self.loaded.tokenizer.text(prompt, self.loaded.max_model_len, "prompt")
         if max(prompt) >= self.loaded.spec.vocab_size:
             raise InvalidRequest(f"token ids must be below {self.loaded.spec.vocab_size}", param="prompt")
         return list(prompt)

@@ -23,6 +23,8 @@ from epdctl.worker.language.messages import Token, Tokens
 from epdctl.worker.language.runner import Prompt, Runner, requests_of
 from epdctl.worker.language.sampling import Chosen, Sampler
 
+STUCK_AFTER_S = 60.0
+
 
 @dataclass(slots=True, kw_only=True)
 class Job:
@@ -80,6 +82,7 @@ class GenerationLoop:
         self._wake = asyncio.Event()
         self._step = 0
         self._failures = 0
+        self._began: float | None = None
         self._log = structlog.get_logger()
 
     def __len__(self) -> int:
@@ -98,6 +101,10 @@ class GenerationLoop:
 
     def trouble(self) -> str | None:
         """Return why no request can be served now, or None; one good step ends it."""
+        if self._began is not None:
+            running_s = asyncio.get_running_loop().time() - self._began
+            if running_s > STUCK_AFTER_S:
+                return f"an engine step has been running for {running_s:.0f} s"
         return None if self._failures < 3 else f"the last {self._failures} engine steps failed"
 
     async def run(self) -> None:
@@ -158,12 +165,14 @@ class GenerationLoop:
     async def _compute(self, plan: Plan[KvRegion]) -> tuple[Plan[KvRegion], dict[Key, Chosen]]:
         """Run the step; return the part of it that worked, with its tokens."""
         self._step += 1
-        began = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        self._began = began = loop.time()
         chosen = await self._attempt(plan)
         if chosen is None:
             plan, chosen = await self._attempt_each(plan)
+        self._began = None
         self._metrics.steps.inc()
-        self._metrics.step_seconds.observe(asyncio.get_running_loop().time() - began)
+        self._metrics.step_seconds.observe(loop.time() - began)
         self._metrics.step_sequences.observe(len(plan.segments))
         return plan, chosen
 

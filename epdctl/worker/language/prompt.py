@@ -32,6 +32,7 @@ class Tokenizer:
             raise UnsupportedCheckpoint(f"{name}: only fast tokenizers (tokenizer.json) are served")
         self._special = frozenset(self._tokenizer.all_special_ids) | _special_added(self._tokenizer)
         self._bytes = _token_bytes(self._tokenizer)
+        self._longest = max(map(len, self._bytes.values()))
 
     @property
     def has_chat_template(self) -> bool:
@@ -54,11 +55,13 @@ class Tokenizer:
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any],
+        most: int,
     ) -> list[int]:
-        """Return the ids of a conversation.
+        """Return the ids of a conversation of at most `most` tokens.
 
         Raises:
-            InvalidRequest: the template does not take these messages, or there is no template.
+            InvalidRequest: the template does not take these messages, there is no template, or the text is
+                certainly too long.
         """
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template: use /v1/completions")
@@ -76,10 +79,19 @@ class Tokenizer:
             raise InvalidRequest(
                 "the model's chat template does not take these messages", param="messages"
             ) from error
-        return self.text(text)
+        return self.text(text, most, "messages")
 
-    def text(self, text: str) -> list[int]:
-        """Return the ids of a plain text; special tokens in it count as such."""
+    def text(self, text: str, most: int, param: str) -> list[int]:
+        """Return the ids of a plain text; special tokens in it count as such.
+
+        A text that cannot have as few as `most` tokens is refused unread: the thread belongs to everybody.
+        """
+        if len(text) > most * self._longest:
+            raise InvalidRequest(
+                f"{param}: the text has {len(text)} characters, more than this model's {most} tokens can hold"
+                " (--max-model-len)",
+                param=param,
+            )
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 

@@ -19,6 +19,7 @@ from epdctl.http_errors import REQUEST_ID, RESPONSE_STARTED
 from epdctl.wire import encode_json
 
 DONE = b"data: [DONE]\n\n"
+WRITE_DEADLINE_S = 60.0
 
 
 def event(body: Any) -> bytes:
@@ -52,25 +53,33 @@ async def _stream(
     request[RESPONSE_STARTED] = True
     try:
         await response.prepare(request)
-        await response.write(b"".join(map(event, first)))
+        await _write(response, b"".join(map(event, first)))
         async for group in groups:
-            await response.write(b"".join(map(event, group)))
-        await response.write(DONE)
+            await _write(response, b"".join(map(event, group)))
+        await _write(response, DONE)
     except EpdError as error:
         await _end_with(response, error)
     except asyncio.CancelledError:
         if not draining():
             raise
         await _end_with(response, ShuttingDown("this worker is shutting down"))
-    except ConnectionResetError:
+    except (ConnectionResetError, TimeoutError):
+        response.force_close()
         structlog.get_logger().debug("client_left")
     return response
+
+
+async def _write(response: web.StreamResponse, data: bytes) -> None:
+    """Write, and wait until the client takes it; one that takes nothing for a minute counts as gone."""
+    if data:
+        async with asyncio.timeout(WRITE_DEADLINE_S):
+            await response.write(data)
 
 
 async def _end_with(response: web.StreamResponse, error: EpdError) -> None:
     structlog.get_logger().warning("stream_ended_with_error", error_code=error.code)
     response.force_close()
     try:
-        await response.write(event(envelope(error)))
-    except ConnectionResetError:
+        await _write(response, event(envelope(error)))
+    except (ConnectionResetError, TimeoutError):
         structlog.get_logger().debug("client_left")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from epdctl.errors import (
     EmbeddingUndelivered,
@@ -210,25 +211,28 @@ class TestFailures:
             for name in ("a", "b"):
                 bench.submit(name)
             await bench.idle()
-        async with running(loaded, BrokenRunner) as broken:
-            for name in ("a", "bad", "b"):
-                broken.submit(name)
-            await broken.idle()
+        with capture_logs() as logs:
+            async with running(loaded, BrokenRunner) as broken:
+                for name in ("a", "bad", "b"):
+                    broken.submit(name)
+                await broken.idle()
 
         ids = {n: [t.id for step in bench.tokens[n] for t in step.tokens] for n in ("a", "b")}
         assert ids == {n: [t.id for step in broken.tokens[n] for t in step.tokens] for n in ("a", "b")}
         assert [type(error) for error in broken.failures.values()] == [GenerationFailed]
         assert (broken.used(), broken.loop.trouble()) == (0, None)
+        assert {line["event"] for line in logs} == {"engine_step_failed"}
 
     async def test_steps_that_keep_failing_are_a_trouble_until_one_succeeds(self, loaded: Loaded) -> None:
         """Health says so after three failed steps in a row, and forgets it with the next good one."""
-        async with running(loaded, BrokenRunner) as bench:
-            for _ in range(3):
-                bench.submit("bad")
+        with capture_logs():
+            async with running(loaded, BrokenRunner) as bench:
+                for _ in range(3):
+                    bench.submit("bad")
+                    await bench.idle()
+                before = bench.loop.trouble()
+                bench.submit("good")
                 await bench.idle()
-            before = bench.loop.trouble()
-            bench.submit("good")
-            await bench.idle()
 
         assert (before, bench.loop.trouble()) == ("the last 3 engine steps failed", None)
 

@@ -121,7 +121,12 @@ def prompt_of(
     rewritten = [message | {"content": rewrite(message["content"], grids)} for message in messages]
     parsed, images = parse_messages(rewritten, spec.merge)
     ids = tokenizer.chat(
-        parsed, tools=None, add_generation_prompt=True, continue_final_message=False, template_kwargs={}
+        parsed,
+        tools=None,
+        add_generation_prompt=True,
+        continue_final_message=False,
+        template_kwargs={},
+        most=4096,
     )
     expanded, placed = place_images(ids, images, (), image_token_id=spec.image_token_id, merge=spec.merge)
     places = [PlacedImage(offset=image.offset, grid=image.grid) for image in placed]
