@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+import pytest_asyncio
 
 from epdctl.local.deployment import Deployment, deploy, free_ports
 from epdctl.local.plan import WorkerOptions
@@ -75,7 +76,9 @@ async def _run(shape: str, folder: Any, log_dir: Any) -> AsyncIterator[Running]:
         yield Running(deployment=deployment, reference=Reference(folder), session=session)
 
 
-@pytest.fixture(scope="module", params=[QWEN2_5_VL, QWEN3_VL], ids=["qwen2_5_vl", "qwen3_vl"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[QWEN2_5_VL, QWEN3_VL], ids=["qwen2_5_vl", "qwen3_vl"]
+)
 async def two_encoders(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Running]:
