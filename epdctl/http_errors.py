@@ -17,7 +17,6 @@ from epdctl.errors import (
     BodyTooLarge,
     EpdError,
     InvalidRequest,
-    UnsupportedEndpoint,
     UpstreamRefused,
     envelope,
 )
@@ -76,13 +75,9 @@ def internal_error_response(request_id: str) -> web.Response:
 
 def translate_http_exception(error: web.HTTPException) -> EpdError:
     """Return our error for one that aiohttp raised while routing or reading a request."""
-    if error.status == 404:
-        return UnsupportedEndpoint(
-            "no such endpoint; see GET /v1/models and the documentation for what is served"
-        )
     if error.status == 413:
         return BodyTooLarge("the body is larger than this server accepts (--max-body-bytes)")
-    translated = InvalidRequest(error.reason)
+    translated = InvalidRequest("no such endpoint" if error.status == 404 else error.reason)
     translated.http_status = error.status  # type: ignore[misc]
     return translated
 

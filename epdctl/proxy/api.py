@@ -152,6 +152,8 @@ class ProxyApi:
         """Answer for every other path under `/v1/`."""
         if request.path in _POSTED:
             raise web.HTTPMethodNotAllowed(request.method, ["POST"])
+        if ".." in request.path.split("/"):
+            raise web.HTTPNotFound
         topology = self._routing.roster().topology
         raise UnsupportedEndpoint(
             f"this endpoint is not served on topology {topology.value}; served are {CHAT}, {COMPLETIONS} "

@@ -22,6 +22,7 @@ from epdctl.proxy.headers import parse_retry_after
 from epdctl.proxy.ports import RoutingPort
 from epdctl.proxy.record import CANCELLED, OK, Leg, Record
 from epdctl.proxy.retry import FailureKind, StageFailed, error_of_status, kind_of_status
+from epdctl.proxy.slices import is_json_object
 from epdctl.proxy.upstream import Answer, Call, OpenAnswer, UpstreamClient
 from epdctl.registry.snapshot import Member
 
@@ -160,6 +161,8 @@ class Legs:
                 whole = await self._read_unless_stream(opened)
                 if whole is not None:
                     self._judge(leg, whole)
+                    if not is_json_object(whole.body):
+                        raise _failed(leg, FailureKind.PROTOCOL)
             except BaseException:
                 opened.close()
                 raise

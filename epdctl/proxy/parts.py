@@ -27,6 +27,7 @@ _MODALITY_BY_KEY = {
 _KEY_BY_TYPE = {**{key: key for key in _MODALITY_BY_KEY}, "input_image": "image_url"}
 _EMBEDS_SUFFIX = "_embeds"
 _IN_PROCESS_TYPES = frozenset({"image_pil"})
+_FETCHED_SCHEMES = frozenset({b"http", b"https", b"file"})
 _HEAD_BYTES = 64
 
 
@@ -119,24 +120,26 @@ def _media_key(fields: Fields, where: str) -> str | None:
 
 
 def _is_inline(raw: Raw, key: str, where: str, token: bytes) -> bool:
-    """Say whether the media is in the body; raise when it is neither inline nor a URL string."""
+    """Say whether the media is in the body; raise when it is neither inline nor behind a URL."""
     holder = object_or_none(raw)
     name = "data" if key == "input_audio" else "url"
     if holder is None and key == "input_audio":
         raise UnsupportedMedia("input_audio must be an object with data and format", param=where)
     text = raw if holder is None else holder.get(name, Raw(b""))
+    place = where if holder is None else f"{where}.{name}"
     if first_byte(text) != b'"':
-        raise UnsupportedMedia(
-            f"{name} must be a string", param=where if holder is None else f"{where}.{name}"
-        )
-    return key == "input_audio" or _is_data_url(text, token)
+        raise UnsupportedMedia(f"{name} must be a string", param=place)
+    return key == "input_audio" or _is_data_url(text, token, place)
 
 
-def _is_data_url(text: Raw, token: bytes) -> bool:
+def _is_data_url(text: Raw, token: bytes, place: str) -> bool:
     head = bytes(memoryview(text)[1 : 1 + max(_HEAD_BYTES, len(token))])
     if token and head.startswith(token):
         return True
     if b"\\" in head:
         # Any character may be written as an escape; then only decoding tells.
-        return bool(read_value(text)[:5].lower() == "data:")
-    return head[:5].lower() == b"data:"
+        head = read_value(text)[:_HEAD_BYTES].encode()
+    scheme = head[:_HEAD_BYTES].partition(b":")[0].lower()
+    if scheme != b"data" and scheme not in _FETCHED_SCHEMES:
+        raise UnsupportedMedia("a media URL must start with data:, http:, https: or file:", param=place)
+    return scheme == b"data"

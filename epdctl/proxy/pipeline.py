@@ -146,7 +146,7 @@ class Pipeline:
         delivery.begin_stream(leg.status, leg.headers)
         await leg.relay(delivery, idle_s=self._idle_s)
         if not delivery.is_finished:
-            error = UpstreamProtocol("the decode instance ended its stream without [DONE]")
+            error = UpstreamProtocol("the decode instance ended its stream early")
             raise StageFailed(Stage.DECODE, FailureKind.PROTOCOL, error, url=leg.url)
         return delivery.end()
 

@@ -19,6 +19,7 @@ NULL = b"null"
 _OBJECT = msgspec.json.Decoder(dict[str, Raw])
 _LIST = msgspec.json.Decoder(list[Raw])
 _VALUE = msgspec.json.Decoder()
+_RAW = msgspec.json.Decoder(Raw)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -35,6 +36,14 @@ def read_list(text: Raw | bytes) -> list[Raw]:
 def read_value(text: Raw | bytes) -> Any:
     """Return the JSON value of `text`."""
     return _VALUE.decode(text)
+
+
+def is_json_object(text: bytes) -> bool:
+    """Say whether `text` is one whole JSON object."""
+    try:
+        return first_byte(_RAW.decode(text)) == b"{"
+    except (msgspec.DecodeError, RecursionError):
+        return False
 
 
 def first_byte(raw: Raw) -> bytes:
