@@ -54,7 +54,7 @@ async def _log(world: World, words: Mapping[str, Any]) -> Failures:
 
 
 def _count_lines(world: World, logs: str, text: str, instance: str | None) -> int:
-    url = world.stubs[instance].url if instance else ""
+    url = world.url_of(instance) if instance else ""
     return sum(1 for line in logs.splitlines() if text.lower() in line.lower() and url in line)
 
 
@@ -120,7 +120,7 @@ async def _listing(world: World, words: Mapping[str, Any]) -> Any:
 
 async def _state(world: World, words: Mapping[str, Any]) -> Failures:
     listing = await _listing(world, words)
-    states = product.states_of(listing, world.stubs[words["instance"]].url)
+    states = product.states_of(listing, world.url_of(words["instance"]))
     wanted = product.state_names(words["state"])
     if len(states) != 1 or states[0] not in wanted:
         yield f"{words['instance']} is listed as {states}, not {wanted}: {cut(listing, 600)}"
@@ -136,14 +136,14 @@ async def _all_state(world: World, words: Mapping[str, Any]) -> Failures:
 async def _count(world: World, words: Mapping[str, Any]) -> Failures:
     listing = await _listing(world, words)
     for name, wanted in words["count"].items():
-        found = len(product.states_of(listing, world.stubs[name].url))
+        found = len(product.states_of(listing, world.url_of(name)))
         if found != wanted:
             yield f"{name} is listed {found} times, not {wanted}"
 
 
 async def _in_flight(world: World, words: Mapping[str, Any]) -> Failures:
     for name, wanted in words["in_flight"].items():
-        url = world.stubs[name].url
+        url = world.url_of(name)
 
         async def holds(url: str = url, wanted: int = wanted) -> bool:
             return product.in_flight_of(await _detail(world), url) == wanted

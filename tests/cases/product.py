@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 ADMIN_KEY = "case-admin-key"
+TINY_MODEL = Path(__file__).parents[2] / "models" / "tiny-vlm" / "qwen2_5_vl"
 
 FLAGS: Mapping[str, str] = {
     "probe_interval_s": "--probe-interval",
@@ -88,6 +89,16 @@ def _store(value: str | None, folder: Path) -> str:
     if value == "memory":
         return "memory"
     raise NoCounterpart(f"config: store {value!r}")
+
+
+def worker_arguments(config: Mapping[str, Any], port: int) -> list[str]:
+    """Return the command line of the bundled encode worker that a `proxy+worker` case runs for `encode`."""
+    hosts = config.get("allowed_media_hosts") or []
+    return [
+        *("worker", "encode", "--model", str(TINY_MODEL), "--served-model-name", "m", "--host", "127.0.0.1"),
+        *("--port", str(port), "--log-format", "json"),
+        *(("--allowed-media-domains", ",".join(hosts)) if hosts else ()),
+    ]
 
 
 def environment(folder: Path) -> dict[str, str | None]:

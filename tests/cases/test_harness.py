@@ -242,7 +242,7 @@ class TestStalls:
     """The harness's own pauses are no latency of the product."""
 
     async def test_a_blocked_loop_is_noted(self) -> None:
-        """A loop that is held up for 50 ms shows a stall of about that length, inside and not outside of it."""
+        """A loop held up for 50 ms shows a stall of about that length, inside and not outside of it."""
         stalls = Stalls()
         async with stalls.watched():
             await asyncio.sleep(0.02)

@@ -25,7 +25,7 @@ from tests.stubs.instance import StubInstance
 from tests.stubs.ports import free_port
 from tests.stubs.process import Process, epdctl_command, start_process
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S, WORKER_START_TIMEOUT_S = 30.0, 120.0
 TIME_WAIT = "06"
 
 
@@ -68,6 +68,7 @@ class World:
         self.processes: list[Process] = []
         self.stubs: dict[str, StubInstance] = {}
         self.consumers: dict[str, StubConsumer] = {}
+        self.worker_urls: dict[str, str] = {}
         self.canary = SmallServer()
         self.redirector = Redirector()
         self.files = FileServer(case.raw.get("files") or {}, self.pictures)
@@ -109,8 +110,15 @@ class World:
         for server in (self.canary, self.redirector, self.files):
             await server.close()
 
+    def url_of(self, name: str) -> str:
+        """Return the URL of an instance, stub or bundled worker."""
+        return self.worker_urls[name] if name in self.worker_urls else self.stubs[name].url
+
     def _make_stub(self, entry: Mapping[str, Any]) -> None:
         name = entry["name"]
+        if self.case.target == "proxy+worker" and entry["role"] == "encode":
+            self.worker_urls[name] = f"http://127.0.0.1:{free_port()}"
+            return
         if entry["role"] == "consumer_zmq":
             self.consumers[name] = StubConsumer((entry.get("behaviour") or {}).get("zmq_behaviour"))
             return
@@ -137,6 +145,7 @@ class World:
             values |= {f"url:{name}": stub.url, f"port:{name}": stub.port, f"hostport:{name}": stub.hostport}
         for name, consumer in self.consumers.items():
             values |= {f"zmq:{name}": consumer.address, f"port:{name}": consumer.port}
+        values |= {f"url:{name}": url for name, url in self.worker_urls.items()}
         return values
 
     async def _start_stub(self, entry: Mapping[str, Any]) -> None:
@@ -144,11 +153,26 @@ class World:
         if name in self.consumers:
             await self.consumers[name].start()
             return
+        if name in self.worker_urls:
+            await self._start_worker(name)
+            return
         behaviour = parse_behaviour(self.placeholders.expand(entry.get("behaviour") or {}))
         self._initial[name] = behaviour
         await self.stubs[name].start()
         if behaviour.accepts_connections:
             await self.stubs[name].set_behaviour(behaviour)
+
+    async def _start_worker(self, name: str) -> None:
+        port = int(self.worker_urls[name].rpartition(":")[2])
+        arguments = product.worker_arguments(self.case.raw.get("config") or {}, port)
+        process = start_process(epdctl_command(*arguments), self.folder / "logs", f"worker-{name}")
+        self.processes.append(process)
+
+        async def is_healthy() -> bool:
+            request = Request(path="/health", deadline_s=5)
+            return (await send("127.0.0.1", port, request, Result(step="", index=0))).status == 200
+
+        await process.wait_until(is_healthy, "the worker is healthy", WORKER_START_TIMEOUT_S)
 
     async def start_product(self) -> None:
         """Start `epdctl serve` and wait until it answers."""
@@ -190,7 +214,8 @@ class World:
             if not entry.get("register", True) or entry["role"] == "consumer_zmq":
                 continue
             calls = asyncio.create_task(self.register(entry["name"]))
-            if self._initial[entry["name"]].health.hang:
+            initial = self._initial.get(entry["name"])
+            if initial is not None and initial.health.hang:
                 waiting.append(calls)
                 await asyncio.sleep(0)
             else:
@@ -203,7 +228,7 @@ class World:
     async def register(self, name: str) -> Result:
         """Announce one stub, as its launcher would."""
         entry = next(e for e in self.case.instances if e["name"] == name)
-        body = product.registration(self.placeholders.expand(dict(entry)), self.stubs[name].url)
+        body = product.registration(self.placeholders.expand(dict(entry)), self.url_of(name))
         result = await self.ask("POST", "/instances", product.json_bytes(body), deadline_s=30)
         assert result.status == 200, f"registering {name}: {result.status} {result.text[:300]}"
         return result
