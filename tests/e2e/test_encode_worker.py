@@ -69,7 +69,7 @@ async def consumer() -> AsyncIterator[Consumer]:
 async def test_rows_at_the_consumer_are_those_of_the_tower(
     worker: EncodeWorker, consumer: Consumer, truth: Truth
 ) -> None:
-    """Two pictures of a request reach the consumer, each under its id, bit for bit as transformers has them."""
+    """Two pictures of one request reach the consumer, each under its id, equal to the bit."""
     ids = [new_id(), new_id()]
 
     reply = await worker.encode(
