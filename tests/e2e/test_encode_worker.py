@@ -220,6 +220,14 @@ async def test_broken_picture_among_good_ones_is_named(worker: EncodeWorker) -> 
     assert reply.body["error"]["param"] == "messages[0].content[1]"
 
 
+async def test_one_name_for_two_pictures_of_a_request_is_refused(worker: EncodeWorker) -> None:
+    """Two different pictures under one uuid in one request are 400: a consumer could not tell them apart."""
+    reply = await worker.encode(part(RED, "same"), part(BLUE, "same"))
+
+    assert (reply.status, reply.code) == (400, "invalid_request")
+    assert reply.body["error"]["param"] == "messages[0].content[1].uuid"
+
+
 async def test_without_a_consumer_nothing_is_pushed(worker: EncodeWorker) -> None:
     """A request without `consumer_zmq` is encoded and answered; its name is then the content's."""
     sent = await worker.metric("epdctl_ec_transfers_total", side="producer")

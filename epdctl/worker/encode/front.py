@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from epdctl.errors import EngineUnavailable, EpdError, Overloaded
+import msgspec
+
+from epdctl.errors import EngineUnavailable, EpdError, InvalidRequest, Overloaded
 from epdctl.metrics import WorkerMetrics
 from epdctl.worker.encode.keys import cache_key, content_digest, identity_of, transfer_id_of
 from epdctl.worker.encode.messages import Ask, Done, Pixels, ReadyFacts
@@ -85,10 +87,10 @@ class EncodeFront:
             raise EngineUnavailable("the image processor is loading", retry_after_s=1)
         with self._admitted(len(request.parts)):
             contents = await together([self._fetch(part) for part in request.parts])
-            fallback = uuid.uuid4().hex
+            asks = self._asks(request, [digest for _, digest in contents])
             works = [
-                self._encode_one(request, part, content, digest, fallback)
-                for part, (content, digest) in zip(request.parts, contents, strict=True)
+                self._encode_one(part, ask, content, request.options)
+                for part, ask, (content, _) in zip(request.parts, asks, contents, strict=True)
             ]
             return await together(works)
 
@@ -110,24 +112,43 @@ class EncodeFront:
             content = await self._fetcher.fetch(part.url)
             return content, await self._on(self._reading, content_digest, content)
 
-    async def _encode_one(
-        self, request: EncodeRequest, part: MediaPart, content: bytes, digest: str, fallback: str
-    ) -> EncodedItem:
-        facts = ReadyFacts(**self._engine.status().facts) if self._engine.status().facts else None
-        if facts is None:
+    def _asks(self, request: EncodeRequest, digests: Sequence[str]) -> list[Ask]:
+        """Return what the engine is asked for each part; raises InvalidRequest for a name used twice."""
+        identity = self._identity()
+        fallback = uuid.uuid4().hex
+        is_named = request.consumer_zmq is not None or bool(request.named)
+        asks: list[Ask] = []
+        for part, digest in zip(request.parts, digests, strict=True):
+            options = request.options.canonical
+            key = cache_key(content=digest, modality=request.modality, options=options, identity=identity)
+            mm_hash = part.uuid or key
+            named = transfer_id_of(part.index, mm_hash, request.named, fallback)
+            transfer_id = named if is_named else None
+            asks.append(
+                Ask(key=key, mm_hash=mm_hash, transfer_id=transfer_id, consumer_zmq=request.consumer_zmq)
+            )
+        _check_names(request.parts, asks)
+        return asks
+
+    def _identity(self) -> str:
+        """Return the identity of all that turns a picture's bytes into rows; raises EngineUnavailable."""
+        status = self._engine.status()
+        if not status.facts:
             raise self._engine.unavailable()
-        identity = identity_of(self._preparer.identity, facts.model_type, facts.model_identity, facts.dtype)
-        key = cache_key(
-            content=digest, modality=request.modality, options=request.options.canonical, identity=identity
-        )
-        mm_hash = part.uuid or key
-        named = request.consumer_zmq is not None or bool(request.named)
-        transfer_id = transfer_id_of(part.index, mm_hash, request.named, fallback) if named else None
-        ask = Ask(key=key, mm_hash=mm_hash, transfer_id=transfer_id, consumer_zmq=request.consumer_zmq)
+        facts = msgspec.convert(dict(status.facts), ReadyFacts)
+        return identity_of(self._preparer.identity, facts.model_type, facts.model_identity, facts.dtype)
+
+    async def _encode_one(
+        self, part: MediaPart, ask: Ask, content: bytes, options: ItemOptions
+    ) -> EncodedItem:
         with naming(part.param):
-            done = await self._ask(ask, content, request.options)
+            done = await self._ask(ask, content, options)
         return EncodedItem(
-            index=part.index, mm_hash=mm_hash, grid=done.grid, rows=done.rows, transfer_id=done.transfer_id
+            index=part.index,
+            mm_hash=ask.mm_hash,
+            grid=done.grid,
+            rows=done.rows,
+            transfer_id=done.transfer_id,
         )
 
     async def _ask(self, ask: Ask, content: bytes, options: ItemOptions) -> Done:
@@ -155,6 +176,14 @@ def _load_preparer(folder: Path, limits: FrontLimits) -> Any:
     from epdctl.worker.encode.preparer import Preparer
 
     return Preparer(folder, max_pixels=limits.max_image_pixels, max_rows=limits.max_item_tokens)
+
+
+def _check_names(parts: Sequence[MediaPart], asks: Sequence[Ask]) -> None:
+    """Refuse one name for two pictures: a consumer could not tell their embeddings apart."""
+    key_of: dict[str, str] = {}
+    for part, ask in zip(parts, asks, strict=True):
+        if key_of.setdefault(ask.mm_hash, ask.key) != ask.key:
+            raise InvalidRequest("two different images have the same uuid", param=f"{part.param}.uuid")
 
 
 @contextmanager

@@ -110,7 +110,7 @@ def _engine_spec(settings: EncodeSettings, folder: Path, url: str, module: str) 
         cache_bytes=settings.cache_bytes,
         max_batch_tokens=settings.max_batch_tokens,
         max_batch_items=settings.max_batch_items,
-        max_asked=2 * settings.media_threads + settings.max_batch_items,
+        max_asked=2 * settings.media_threads,
         max_pending_pixel_bytes=256 * 1024 * 1024,
         reply_after=settings.reply_after,
         host=urlsplit(url).hostname or "127.0.0.1",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from PIL import Image
+
 from epdctl.worker.encode.options import ItemOptions
 from epdctl.worker.encode.picture import decode_picture
 from epdctl.worker.encode.processor import ImageProcessor, Prepared
@@ -16,6 +18,8 @@ class Preparer:
     """Decodes and cuts pictures for the checkpoint in `folder`; raises StartFailed when it cannot."""
 
     def __init__(self, folder: Path, *, max_pixels: int, max_rows: int) -> None:
+        # Pillow's own limit would refuse what --max-image-pixels allows; ours is checked by decode_picture.
+        Image.MAX_IMAGE_PIXELS = None
         self._processor = ImageProcessor(folder, max_rows)
         self._max_pixels = max_pixels
         self.identity = self._processor.identity
