@@ -13,12 +13,11 @@ from __future__ import annotations
 import asyncio
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -27,21 +26,11 @@ import zmq.asyncio
 
 from epdctl.errors import EngineUnavailable
 from epdctl.logs import LogFormat, LogLevel
-from epdctl.worker.channel import (
-    Buffer,
-    Channel,
-    Endpoints,
-    ErrorBody,
-    MalformedMessage,
-    Message,
-    bind_channel,
-    error_of,
-    message,
-)
+from epdctl.worker.calls import EngineCall as EngineCall
+from epdctl.worker.calls import EngineProcess
+from epdctl.worker.channel import Endpoints, MalformedMessage, Message, bind_channel, message
 from epdctl.worker.engine import Beat, Failed, Launch, StartFailed, Stop
 from epdctl.worker.samples import Family, lasting, merge
-
-_INBOX_MESSAGES = 4096
 
 
 class EngineState(StrEnum):
@@ -90,88 +79,6 @@ def restart_delay(failures: int, backoff_s: tuple[float, float]) -> float:
     return min(most, first * 2 ** min(failures - 1, 16)) if failures > 0 else 0.0
 
 
-class EngineCall:
-    """One call to an engine: messages out, messages back until the caller closes it.
-
-    Use as an async context manager. Leaving it early tells the engine with a `cancel` message.
-    """
-
-    def __init__(self, supervisor: Supervisor, incarnation: _Incarnation, call_id: str) -> None:
-        self.call_id = call_id
-        self._supervisor = supervisor
-        self._incarnation = incarnation
-        self._inbox: asyncio.Queue[Message | EngineUnavailable] = asyncio.Queue(_INBOX_MESSAGES)
-        self._ended = False
-
-    async def __aenter__(self) -> EngineCall:
-        self._incarnation.calls[self.call_id] = self
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._incarnation.calls.pop(self.call_id, None)
-        if not self._ended and not self._incarnation.dead:
-            # Shielded by being a task of the supervisor: a cancelled request still frees the engine's work.
-            self._supervisor.spawn(self._cancel())
-
-    async def _cancel(self) -> None:
-        with suppress(EngineUnavailable):
-            await self._incarnation.channel.send(message("cancel", call_id=self.call_id))
-
-    async def send(self, kind: str, body: Any = None, frames: tuple[Buffer, ...] = ()) -> None:
-        """Send one message of this call; raises EngineUnavailable."""
-        if self._incarnation.dead:
-            raise self._supervisor.unavailable()
-        await self._incarnation.channel.send(message(kind, body, call_id=self.call_id, frames=frames))
-
-    async def receive(self) -> Message:
-        """Wait for the call's next message.
-
-        Raises:
-            EngineUnavailable: the engine process ended.
-            EpdError: the failure that the engine reported for this call (it has ended then).
-        """
-        received = await self._inbox.get()
-        if isinstance(received, EngineUnavailable):
-            self._ended = True
-            raise received
-        if received.kind == "error":
-            self._ended = True
-            raise error_of(received.parse(ErrorBody))
-        return received
-
-    def end(self) -> None:
-        """Say that the call is over: the engine needs no `cancel`."""
-        self._ended = True
-
-    def deliver(self, received: Message | EngineUnavailable) -> None:
-        """Put a message into the inbox; a caller that does not drain it loses the call, not our memory."""
-        try:
-            self._inbox.put_nowait(received)
-        except asyncio.QueueFull:
-            self._incarnation.calls.pop(self.call_id, None)
-            self._inbox.get_nowait()
-            self._inbox.put_nowait(EngineUnavailable("the caller of the engine did not keep up"))
-
-
-class _Incarnation:
-    """One engine process with its channel and its open calls."""
-
-    def __init__(self, process: asyncio.subprocess.Process, channel: Channel) -> None:
-        self.process = process
-        self.channel = channel
-        self.calls: dict[str, EngineCall] = {}
-        self.dead = False
-        self.last_beat = 0.0
-
-    def fail_calls(self, error: EngineUnavailable) -> None:
-        self.dead = True
-        for call in list(self.calls.values()):
-            call.deliver(error)
-        self.calls.clear()
-
-
 class Supervisor:
     """Keeps one engine process running and gives access to it."""
 
@@ -185,7 +92,7 @@ class Supervisor:
         self._trouble: str | None = None
         self._facts: Mapping[str, Any] = {}
         self._restarts = 0
-        self._current: _Incarnation | None = None
+        self._current: EngineProcess | None = None
         self._started: asyncio.Future[None] | None = None
         self._runner: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
@@ -211,8 +118,7 @@ class Supervisor:
         reason = self._reason or "the engine process is not ready"
         return EngineUnavailable(reason, retry_after_s=1)
 
-    def spawn(self, work: Any) -> None:
-        """Run a coroutine as a task that the supervisor owns and ends."""
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -231,7 +137,7 @@ class Supervisor:
         """Open a call; raises EngineUnavailable unless the engine is ready."""
         if self._state is not EngineState.READY or self._current is None:
             raise self.unavailable()
-        return EngineCall(self, self._current, call_id or uuid.uuid4().hex)
+        return EngineCall(self._current, call_id or uuid.uuid4().hex, self._spawn)
 
     async def families(self, *, deadline_s: float = 0.5) -> list[Family]:
         """Return the engine's metrics, fresh when it answers within `deadline_s`, with those of its past."""
@@ -281,28 +187,28 @@ class Supervisor:
         """Run one engine process from start to end; return why it ended."""
         name = f"{self._spec.name}-{uuid.uuid4().hex[:8]}"
         channel, endpoints = bind_channel(self._context, self._directory, name)
-        incarnation: _Incarnation | None = None
+        running: EngineProcess | None = None
         try:
             self._state, self._reason = EngineState.STARTING, "the engine process is starting"
-            incarnation = _Incarnation(await self._spawn_process(endpoints), channel)
-            self._current = incarnation
-            reason = await self._watch(incarnation)
-            self._lose(incarnation, reason)
+            running = EngineProcess(await self._spawn_process(endpoints), channel)
+            self._current = running
+            reason = await self._watch(running)
+            self._lose(running, reason)
             return reason
         finally:
-            if incarnation is not None:
-                await _kill(incarnation.process)
+            if running is not None:
+                await _kill(running.process)
             channel.close()
             for path in self._directory.glob(f"{name}.*"):
                 path.unlink(missing_ok=True)
 
-    def _lose(self, incarnation: _Incarnation, reason: str) -> None:
+    def _lose(self, running: EngineProcess, reason: str) -> None:
         """Take the engine out of service, and fail whatever was open on it."""
         if self._state is not EngineState.STOPPED:
             self._state = EngineState.DOWN
         self._reason, self._trouble = reason, None
         self._past, self._latest = lasting(merge([self._past, self._latest])), []
-        incarnation.fail_calls(EngineUnavailable(reason, retry_after_s=1))
+        running.fail_calls(reason)
 
     async def _spawn_process(self, endpoints: Endpoints) -> asyncio.subprocess.Process:
         launch = Launch(
@@ -323,17 +229,17 @@ class Supervisor:
         process.stdin.write(msgspec.json.encode(launch) + b"\n")
         return process
 
-    async def _watch(self, incarnation: _Incarnation) -> str:
+    async def _watch(self, running: EngineProcess) -> str:
         """Wait for the first of: the process ends, stops beating, does not start in time, or we stop."""
-        ended = asyncio.create_task(incarnation.process.wait())
-        reader = asyncio.create_task(self._read(incarnation))
-        beats = asyncio.create_task(self._await_silence(incarnation))
+        ended = asyncio.create_task(running.process.wait())
+        reader = asyncio.create_task(self._read(running))
+        beats = asyncio.create_task(self._await_silence(running))
         stop = asyncio.create_task(self._stopping.wait())
         tasks = (ended, reader, beats, stop)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if stop.done():
-                return await self._let_end(incarnation, ended)
+                return await self._let_end(running, ended)
             if reader.done():
                 return reader.result()
             if beats.done():
@@ -352,18 +258,18 @@ class Supervisor:
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return f"the engine process {how}"
 
-    async def _read(self, incarnation: _Incarnation) -> str:
+    async def _read(self, running: EngineProcess) -> str:
         """Deliver the engine's messages; return when it breaks the protocol or says that it failed."""
         while True:
             try:
-                received = await incarnation.channel.receive()
-                if (reason := self._take(incarnation, received)) is not None:
+                received = await running.channel.receive()
+                if (reason := self._take(running, received)) is not None:
                     return reason
             except MalformedMessage as error:
                 return f"the engine process sent a malformed message ({error})"
 
-    def _take(self, incarnation: _Incarnation, received: Message) -> str | None:
-        incarnation.last_beat = asyncio.get_running_loop().time()
+    def _take(self, running: EngineProcess, received: Message) -> str | None:
+        running.last_beat = asyncio.get_running_loop().time()
         if received.kind == "beat":
             beat = received.parse(Beat)
             self._trouble, self._latest = beat.trouble, beat.families
@@ -371,7 +277,7 @@ class Supervisor:
             self._become_ready(received.parse(dict[str, Any]))
         elif received.kind == "failed":
             return received.parse(Failed).reason
-        elif (call := incarnation.calls.get(received.call_id)) is not None:
+        elif (call := running.calls.get(received.call_id)) is not None:
             call.deliver(received)
         return None
 
@@ -381,23 +287,23 @@ class Supervisor:
         if self._started is not None and not self._started.done():
             self._started.set_result(None)
 
-    async def _await_silence(self, incarnation: _Incarnation) -> str:
+    async def _await_silence(self, running: EngineProcess) -> str:
         """Return once the engine did not start, or did not beat, for too long."""
         loop = asyncio.get_running_loop()
-        incarnation.last_beat = loop.time()
+        running.last_beat = loop.time()
         while True:
             ready = self._state is EngineState.READY
             limit = self._spec.beat_timeout_s if ready else self._spec.start_timeout_s
-            left = incarnation.last_beat + limit - loop.time()
+            left = running.last_beat + limit - loop.time()
             if left <= 0:
                 verb = "gave no sign of life" if ready else "was not ready"
                 return f"the engine process {verb} for {limit:g} s and was killed"
             await asyncio.sleep(min(left, 1.0))
 
-    async def _let_end(self, incarnation: _Incarnation, ended: asyncio.Task[int]) -> str:
+    async def _let_end(self, running: EngineProcess, ended: asyncio.Task[int]) -> str:
         self._state, self._reason = EngineState.STOPPED, "the worker is shutting down"
         with suppress(EngineUnavailable, TimeoutError):
-            await incarnation.channel.send(message("stop", Stop(grace_s=self._grace_s)))
+            await running.channel.send(message("stop", Stop(grace_s=self._grace_s)))
             await asyncio.wait_for(asyncio.shield(ended), self._grace_s + 5.0)
         return "the worker is shutting down"
 

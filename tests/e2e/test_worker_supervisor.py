@@ -210,9 +210,9 @@ async def test_engine_ends_when_its_front_is_gone(engine: Start) -> None:
     """An engine whose front closes its pipe (as a killed front does) ends by itself."""
     supervisor = engine()
     await supervisor.start()
-    incarnation = supervisor._current
-    assert incarnation is not None and incarnation.process.stdin is not None
+    running = supervisor._current
+    assert running is not None and running.process.stdin is not None
 
-    incarnation.process.stdin.close()
+    running.process.stdin.close()
 
-    assert await asyncio.wait_for(incarnation.process.wait(), 10.0) == 0
+    assert await asyncio.wait_for(running.process.wait(), 10.0) == 0
