@@ -45,6 +45,8 @@ class ItemTable:
 
     def place(self, mm_hash: MmHash, spec: TensorSpec, nbytes: int) -> Item | None:
         """Return a new item to be written, evicting unused ones as needed; None when there is no room."""
+        if nbytes > self._arena.nbytes:
+            return None
         region = self._arena.allocate(nbytes)
         while region is None and self._residents:
             _, oldest = self._residents.popitem(last=False)
