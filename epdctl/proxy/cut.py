@@ -26,6 +26,7 @@ _BACKSLASH = 0x5C
 _OPENING = b'"data:'
 _BRACKETS = b"[]{}"
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"' + _BRACKETS))
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,16 +115,16 @@ def is_deeper_than(limit: int, text: bytes | bytearray) -> bool:
     for _ in range(limit):
         if not structure:
             return False
-        structure = structure.replace(b"[]", b"").replace(b"{}", b"")
+        structure = structure.replace(b"[]", b"")
     return bool(structure)
 
 
 def _outside_strings(text: bytes | bytearray) -> bytes:
-    """Return the brackets of `text` that are not inside a string."""
+    """Return the brackets of `text` that are not inside a string, all of one kind."""
     if text.find(b"\\") >= 0:
         # Escapes are read from the left: pairs of backslashes first, what is left before a quote escapes it.
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    return b"".join(bytes(text.translate(None, _NOT_STRUCTURE)).split(b'"')[::2])
+    return b"".join(bytes(text.translate(_ONE_KIND, _NOT_STRUCTURE)).split(b'"')[::2])
 
 
 def body_length(body: Body) -> int:
