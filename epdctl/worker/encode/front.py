@@ -20,6 +20,7 @@ import msgspec
 
 from epdctl.errors import EngineUnavailable, EpdError, InvalidRequest, Overloaded
 from epdctl.metrics import WorkerMetrics
+from epdctl.worker.encode.identifier import item_identifier
 from epdctl.worker.encode.keys import cache_key, content_digest, identity_of, transfer_id_of
 from epdctl.worker.encode.messages import Ask, Done, Pixels, ReadyFacts
 from epdctl.worker.encode.options import ItemOptions
@@ -48,12 +49,14 @@ class EncodeFront:
     def __init__(
         self,
         model: str,
+        model_id: str,
         engine: Supervisor,
         limits: FrontLimits,
         media: MediaLimits,
         metrics: WorkerMetrics,
     ) -> None:
         self._model = model
+        self._model_id = model_id
         self._engine = engine
         self._limits = limits
         self._media = media
@@ -121,7 +124,7 @@ class EncodeFront:
         for part, digest in zip(request.parts, digests, strict=True):
             options = request.options.canonical
             key = cache_key(content=digest, modality=request.modality, options=options, identity=identity)
-            mm_hash = part.uuid or key
+            mm_hash = self._identifier(request, part.uuid) if part.uuid else key
             named = transfer_id_of(part.index, mm_hash, request.named, fallback)
             transfer_id = named if is_named else None
             asks.append(
@@ -129,6 +132,15 @@ class EncodeFront:
             )
         _check_names(request.parts, asks)
         return asks
+
+    def _identifier(self, request: EncodeRequest, uuid: str) -> str:
+        return item_identifier(
+            model=self._model_id,
+            modality=request.modality,
+            uuid=uuid,
+            processor_options=request.processor_options,
+            media_options=request.media_options,
+        )
 
     def _identity(self) -> str:
         """Return the identity of all that turns a picture's bytes into rows; raises EngineUnavailable."""

@@ -74,7 +74,12 @@ async def _serve(
     async with worker_sockets() as (context, directory):
         engine = Supervisor(_engine_spec(settings, folder, url, engine_module), context, directory)
         front = EncodeFront(
-            settings.model_name, engine, _front_limits(settings), _media_limits(settings), metrics
+            model=settings.model_name,
+            model_id=settings.model,
+            engine=engine,
+            limits=_front_limits(settings),
+            media=_media_limits(settings),
+            metrics=metrics,
         )
         edge = WorkerEdge(
             model_name=settings.model_name,

@@ -8,7 +8,7 @@ what would be encoded wrongly or silently dropped is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from epdctl.domain import Modality
@@ -35,13 +35,18 @@ class MediaPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeRequest:
-    """What one encode request asks for; nothing is pushed without a `consumer_zmq`."""
+    """What one encode request asks for; nothing is pushed without a `consumer_zmq`.
+
+    `options` is what `processor_options` and `media_options`, kept as they came, mean to this worker.
+    """
 
     parts: tuple[MediaPart, ...]
     options: ItemOptions
     consumer_zmq: str | None
     named: tuple[NamedTransfer, ...]
     modality: Modality = Modality.IMAGE
+    processor_options: Mapping[str, Any] = field(default_factory=dict)
+    media_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parse_encode_request(body: Mapping[str, Any], *, model: str, max_items: int) -> EncodeRequest:
@@ -59,7 +64,14 @@ def parse_encode_request(body: Mapping[str, Any], *, model: str, max_items: int)
     if len(parts) > max_items:
         raise InvalidRequest(f"at most {max_items} images may be in one request", param="messages")
     consumer_zmq, named = _transfer_params(body.get("ec_transfer_params"))
-    return EncodeRequest(parts=parts, options=parse_options(body), consumer_zmq=consumer_zmq, named=named)
+    return EncodeRequest(
+        parts=parts,
+        options=parse_options(body),
+        processor_options=body.get("mm_processor_kwargs") or {},
+        media_options=body.get("media_io_kwargs") or {},
+        consumer_zmq=consumer_zmq,
+        named=named,
+    )
 
 
 def _check_model(asked: Any, served: str) -> None:
