@@ -27,19 +27,20 @@ EXAMPLE_SEEDS = 3_000_000_000
 
 RGB = tuple[int, int, int]
 
-COLOURS: dict[str, RGB] = {
-    "red": (215, 30, 35),
-    "green": (35, 150, 50),
-    "blue": (35, 60, 210),
-    "yellow": (240, 220, 40),
-    "orange": (245, 135, 20),
-    "purple": (125, 40, 160),
-    "pink": (250, 150, 195),
-    "brown": (115, 70, 35),
-    "black": (18, 18, 18),
-    "white": (242, 242, 242),
-    "gray": (128, 128, 128),
-    "cyan": (40, 210, 220),
+# Each name covers the shades between a muted one and CSS's colour of that name.
+COLOURS: dict[str, tuple[RGB, RGB]] = {
+    "red": ((215, 30, 35), (255, 0, 0)),
+    "green": ((35, 150, 50), (0, 128, 0)),
+    "blue": ((35, 60, 210), (0, 0, 255)),
+    "yellow": ((240, 220, 40), (255, 255, 0)),
+    "orange": ((245, 135, 20), (255, 165, 0)),
+    "purple": ((125, 40, 160), (128, 0, 128)),
+    "pink": ((250, 150, 195), (255, 192, 203)),
+    "brown": ((115, 70, 35), (165, 42, 42)),
+    "black": ((18, 18, 18), (0, 0, 0)),
+    "white": ((242, 242, 242), (255, 255, 255)),
+    "gray": ((120, 120, 120), (136, 136, 136)),
+    "cyan": ((40, 210, 220), (0, 255, 255)),
 }
 COLOUR_NAMES = tuple(COLOURS)
 FIGURES = ("none", "circle", "square", "triangle")
@@ -71,8 +72,9 @@ def draw_picture(
     drawn_colour = COLOUR_NAMES[rng.integers(len(COLOUR_NAMES))]
     drawn_figure = FIGURES[rng.integers(len(FIGURES))]
     colour, figure = colour or drawn_colour, figure or drawn_figure
-    image = Image.new("RGB", size or drawn_size, _vary(rng, COLOURS[colour]))
-    _draw_figure(rng, image, figure, _vary(rng, _ink_on(COLOURS[colour])))
+    ground = _shade(rng, colour)
+    image = Image.new("RGB", size or drawn_size, ground)
+    _draw_figure(rng, image, figure, _shade(rng, _ink_on(ground)))
     if rng.random() < 0.6:
         image = _with_noise(rng, image)
     if rng.random() < 0.5:
@@ -86,16 +88,19 @@ def _draw_size(rng: np.random.Generator) -> tuple[int, int]:
     return round(width), round(min(LONGEST_SIDE, max(SHORTEST_SIDE, height)))
 
 
-def _vary(rng: np.random.Generator, rgb: RGB) -> RGB:
-    red, green, blue = (int(np.clip(part + rng.integers(-14, 15), 0, 255)) for part in rgb)
+def _shade(rng: np.random.Generator, colour: str) -> RGB:
+    muted, pure = COLOURS[colour]
+    share = rng.random()
+    mixed = (round(one + share * (other - one)) for one, other in zip(muted, pure, strict=True))
+    red, green, blue = (int(np.clip(part + rng.integers(-14, 15), 0, 255)) for part in mixed)
     return red, green, blue
 
 
-def _ink_on(ground: RGB) -> RGB:
+def _ink_on(ground: RGB) -> str:
     """Black on light grounds, white on dark ones: the ink says nothing more about the colour asked for."""
     red, green, blue = ground
     luminance = 0.3 * red + 0.59 * green + 0.11 * blue
-    return COLOURS["black"] if luminance > 125 else COLOURS["white"]
+    return "black" if luminance > 125 else "white"
 
 
 def _draw_figure(rng: np.random.Generator, image: Image.Image, figure: str, ink: RGB) -> None:

@@ -25,12 +25,12 @@ RECIPES = MappingProxyType(
     {
         "qwen2_5_vl": Recipe(
             tower=Stage(steps=600, batch=40, rate=3e-3, warm_up=30, last_share=0.1),
-            language=Stage(steps=600, batch=32, rate=4e-3, warm_up=60, last_share=0.02),
+            language=Stage(steps=900, batch=32, rate=4e-3, warm_up=60, last_share=0.02),
             tower_rests=True,
             shares=SHARES,
         ),
         "qwen3_vl": Recipe(
-            tower=Stage(steps=600, batch=40, rate=3e-3, warm_up=30, last_share=0.1),
+            tower=Stage(steps=800, batch=40, rate=3e-3, warm_up=30, last_share=0.1),
             language=Stage(steps=600, batch=32, rate=4e-3, warm_up=60, last_share=0.02),
             tower_rests=True,
             shares=SHARES,

@@ -39,9 +39,14 @@ def draw_samples(first_seed: int, count: int) -> list[Sample]:
 
 
 def nearest_colour(picture: Picture) -> str:
-    """Return the colour nearest to the upper left corner, which no figure covers."""
+    """Return the colour with the shade nearest to the upper left corner, which no figure covers."""
     corner = np.asarray(picture.image, dtype=float)[:4, :4].mean(axis=(0, 1))
-    return min(COLOUR_NAMES, key=lambda name: float(np.abs(corner - COLOURS[name]).sum()))
+    shares = np.linspace(0, 1, 11)[:, None]
+    distances = {
+        name: np.abs(corner - (np.array(muted) + shares * (np.array(pure) - muted))).sum(axis=1).min()
+        for name, (muted, pure) in COLOURS.items()
+    }
+    return min(distances, key=lambda name: float(distances[name]))
 
 
 def test_a_seed_is_a_picture() -> None:
