@@ -80,7 +80,7 @@ class Connection(asyncio.BufferedProtocol):
         self._failure: FailureKind | None = None
         self._got_bytes = self._has_head = self._is_complete = self._is_sent = False
         self._is_reading_paused = self._is_blocked = self._wakes_on_head = False
-        self._keeps_alive = False
+        self._keeps_alive = self._is_spoilt = False
         self._last_read_at = 0.0
         self._idle_watch: asyncio.TimerHandle | None = None
         self._body_limit: int | None = None
@@ -98,21 +98,20 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Parse one read and pass on what it completed."""
         if not self._is_busy or self._is_complete:
-            self._fail(FailureKind.PROTOCOL)  # an answer that nobody asked for
+            self._spoil()  # an answer that nobody asked for
             return
         self._got_bytes = True
         self._last_read_at = self._loop.time()
         try:
             self._parser.feed_data(self._buffer[:nbytes])
-        except httptools.HttpParserError:
-            self._fail(FailureKind.PROTOCOL)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._spoil()
+        if self._has_head:
+            self._pass_on()
             return
-        if not self._has_head:
-            self._head_bytes += nbytes
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._fail(FailureKind.PROTOCOL)
-            return
-        self._pass_on()
+        self._head_bytes += nbytes
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._spoil()
 
     def eof_received(self) -> None:
         """End an answer that has no length; any other is cut off and handled as lost."""
@@ -148,6 +147,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def on_headers_complete(self) -> None:
         """Take the status; a 1xx is not the answer yet."""
+        if self._has_head:
+            return
         self.status = self._parser.get_status_code()
         if self.status < 200:
             self.headers = []
@@ -156,17 +157,19 @@ class Connection(asyncio.BufferedProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Collect a piece of the body."""
+        if self._is_complete:
+            return
         self._pieces.append(body)
         self._buffered += len(body)
 
     def on_message_begin(self) -> None:
         """Notice a second answer behind the first; it belongs to nobody."""
         if self._has_head:
-            self._failure = FailureKind.PROTOCOL
+            self._is_spoilt = True
 
     def on_message_complete(self) -> None:
         """End the answer, unless it was an interim one."""
-        if self._has_head:
+        if self._has_head and not self._is_complete:
             self._is_complete = True
             self._keeps_alive = self._parser.should_keep_alive()
 
@@ -180,9 +183,8 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def is_reusable(self) -> bool:
         """Whether another exchange may follow: answer read, request sent, nothing left over."""
-        return (
-            self.is_open and self._is_complete and self._is_sent and self._keeps_alive and not self._failure
-        )
+        is_done = self._is_complete and self._is_sent and self._failure is None
+        return self.is_open and is_done and self._keeps_alive and not self._is_spoilt
 
     @property
     def is_complete(self) -> bool:
@@ -318,6 +320,14 @@ class Connection(asyncio.BufferedProtocol):
             self._failure = kind
         self.abort()
         self._wake()
+
+    def _spoil(self) -> None:
+        """Give the connection up for what came that is no answer; an answer that is whole stays one."""
+        self._is_spoilt = True
+        if not self._is_complete:
+            self._fail(FailureKind.PROTOCOL)
+        elif not self._is_busy:
+            self.abort()
 
     async def _wait(self) -> None:
         if self._failure is not None:

@@ -124,6 +124,12 @@ class UpstreamClient:
         """How many connections are open, idle ones included."""
         return len(self._in_use) + sum(map(len, self._idle.values()))
 
+    @property
+    def open_count(self) -> int:
+        """How many of them can still carry something."""
+        every = [*self._in_use, *(one for idle in self._idle.values() for one in idle)]
+        return sum(connection.is_open for connection in every)
+
     async def call(
         self, url: InstanceUrl, call: Call, *, timeout_s: float, limit: int = MAX_ANSWER_BYTES
     ) -> Answer:
