@@ -40,6 +40,18 @@ COMMANDS: tuple[Command, ...] = (
         run="epdctl.worker.language.main:run_prefill_decode",
     ),
     Command(
+        words=("worker", "prefill"),
+        summary="run a prefill worker: computes prompts, hands their KV to decode workers",
+        settings="epdctl.config.language:PrefillSettings",
+        run="epdctl.worker.language.main:run_prefill",
+    ),
+    Command(
+        words=("worker", "decode"),
+        summary="run a decode worker: goes on from prompts that prefill workers computed",
+        settings="epdctl.config.language:DecodeSettings",
+        run="epdctl.worker.language.main:run_decode",
+    ),
+    Command(
         words=("serve",),
         summary="run the proxy and the control plane",
         settings="epdctl.config.serve:ServeSettings",

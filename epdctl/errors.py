@@ -135,6 +135,15 @@ class EmbeddingUndelivered(EpdError):
     http_status, code, type, fault = 500, "embedding_undelivered", "server_error", Fault.UPSTREAM
 
 
+class KvUndelivered(EpdError):
+    """The KV of a prompt did not get from prefill to decode; another attempt may cure it.
+
+    500 for the same reason as `EmbeddingUndelivered`.
+    """
+
+    http_status, code, type, fault = 500, "kv_undelivered", "server_error", Fault.UPSTREAM
+
+
 class UnsupportedEndpoint(EpdError):
     """The path is not served on this topology."""
 

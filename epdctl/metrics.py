@@ -124,6 +124,19 @@ class WorkerMetrics:
         self.kv_bytes = Gauge(
             "epdctl_kv_bytes", "Bytes of key/value memory by what they are doing.", ["state"], registry=r
         )
+        self.kv_transfers = Counter(
+            "epdctl_kv_transfers_total", "Hand-overs of a prompt's KV ended.", ["side", "outcome"], registry=r
+        )
+        self.kv_transfer_bytes = Counter(
+            "epdctl_kv_transfer_bytes_total", "KV bytes moved by Mooncake.", ["side"], registry=r
+        )
+        self.kv_transfer_seconds = Histogram(
+            "epdctl_kv_transfer_seconds",
+            "Time of a KV hand-over.",
+            ["side"],
+            buckets=_FAST_BUCKETS_S,
+            registry=r,
+        )
         self.arena_bytes = Gauge(
             "epdctl_arena_bytes",
             "Bytes of the registered arena by what they are doing.",

@@ -77,3 +77,53 @@ class PrefillDecodeSettings(EcConsumerSettings):
       epdctl worker prefill-decode --model models/tiny-vlm/qwen2_5_vl --host 127.0.0.1 --ec-port 14579
       epdctl worker prefill-decode --model ./m --data-parallel-size 2 --register http://127.0.0.1:8000
     """
+
+
+class PrefillSettings(EcConsumerSettings):
+    """Run a prefill worker: it computes prompts and hands their keys and values over to decode workers.
+
+    Its answers hold one token and the kv_transfer_params that the proxy gives to a decode worker.
+
+    examples:
+      epdctl worker prefill --model Qwen/Qwen2.5-VL-3B-Instruct --port 8002
+      epdctl worker prefill --model models/tiny-vlm/qwen2_5_vl --host 127.0.0.1 --kv-lease 30
+    """
+
+    kv_ip: str | None = Field(
+        None,
+        description="Address that the socket for KV hand-overs listens on. Default: the host of the "
+        "advertised URL.",
+    )
+    kv_port: int = Field(
+        0,
+        ge=0,
+        le=LARGEST_PORT,
+        description="Port of that socket; replica N uses this port + N; 0: any free.",
+    )
+    kv_lease: float = Field(
+        60.0, gt=0, description="Seconds that a finished prompt's KV waits for a decode worker."
+    )
+
+    @model_validator(mode="after")
+    def _kv_ports_exist(self) -> PrefillSettings:
+        if self.kv_port and self.kv_port + self.data_parallel_size - 1 > LARGEST_PORT:
+            raise ValueError("--kv-port plus --data-parallel-size goes beyond the last port, 65535")
+        return self
+
+
+class DecodeSettings(LanguageSettings):
+    """Run a decode worker: it goes on from prompts that prefill workers have computed.
+
+    Keys and values are written into its memory over Mooncake; no images reach it.
+
+    examples:
+      epdctl worker decode --model Qwen/Qwen2.5-VL-3B-Instruct --port 8003
+      epdctl worker decode --model models/tiny-vlm/qwen2_5_vl --host 127.0.0.1 --register http://127.0.0.1:8000
+    """
+
+    port: int = Field(8003, ge=0, le=LARGEST_PORT, description="Port to listen on; 0 picks a free one.")
+    kv_wait_timeout: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds that a prompt's KV may take to arrive before the request fails with 500.",
+    )

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+import msgspec
 import structlog
 from aiohttp import web
 
@@ -48,7 +49,7 @@ def add_language_routes(
             if asked.answer.stream:
                 return await answer_stream(request, _chat_stream(frame, generation, asked.answer), draining)
             await _finish(generation)
-            return _json(chat_answer(frame, generation.choices))
+            return _json(chat_answer(frame, generation.choices, kv_transfer_params=_kv_params(generation)))
 
     async def completion(request: web.Request) -> web.StreamResponse:
         body = parse_object(await request.read())
@@ -60,7 +61,7 @@ def add_language_routes(
                 return await answer_stream(request, groups, draining)
             await _finish(generation)
             prompts = [Prompted(token_ids=run.token_ids, choices=run.choices) for run in generation.runs]
-            return _json(completion_answer(frame, prompts))
+            return _json(completion_answer(frame, prompts, kv_transfer_params=_kv_params(generation)))
 
     app.router.add_post("/v1/chat/completions", chat)
     app.router.add_post("/v1/completions", completion)
@@ -106,6 +107,10 @@ def _frame(
         want_logprobs=asked.tokens.logprobs is not None,
         rules=generation.rules,
     )
+
+
+def _kv_params(generation: Generation) -> Json | None:
+    return None if generation.ticket is None else msgspec.to_builtins(generation.ticket)
 
 
 async def _finish(generation: Generation) -> None:

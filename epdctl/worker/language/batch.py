@@ -101,10 +101,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Generic[Region]):
-    """One step; `imports` were admitted just now and wait for their KV."""
+    """One step; `imports` were admitted just now and wait for KV that is to be written to their regions."""
 
     segments: tuple[Segment, ...]
-    imports: tuple[str, ...]
+    imports: Mapping[Key, Region]
     regions: Mapping[Key, Region]
 
 
@@ -205,6 +205,16 @@ class Batch(Generic[Region]):
         self._forget_if_empty(request)
         return bool(gone)
 
+    def detach(self, request_id: str) -> None:
+        """Drop a request whose import did not succeed; the region that was written to is not freed here."""
+        request = self._running.pop(request_id, None)
+        if request is None:
+            return
+        lead = request.lead
+        for index, sequence in request.sequences.items():
+            if index != lead:
+                self._kv.free(sequence.region)
+
     def region(self, key: Key) -> Region:
         """Return the KV of a running sequence."""
         return self._running[key.request_id].sequences[key.index].region
@@ -222,7 +232,6 @@ class Batch(Generic[Region]):
         if not segments and not imports:
             return None
         keys = {key for segment in segments for key in (segment.key, *segment.samples)}
-        keys |= {Key(request_id, self._running[request_id].lead) for request_id in imports}
         regions = {key: self.region(key) for key in keys}
         return Plan(segments=tuple(segments), imports=imports, regions=regions)
 
@@ -254,8 +263,8 @@ class Batch(Generic[Region]):
         if not request.sequences:
             del self._running[request.order.request_id]
 
-    def _admit(self) -> tuple[str, ...]:
-        imports: list[str] = []
+    def _admit(self) -> Mapping[Key, Region]:
+        imports: dict[Key, Region] = {}
         while self._waiting and self.running + self._waiting[0].choices <= self._limits.sequences:
             request = self._allocate(self._waiting[0])
             if request is None:
@@ -263,8 +272,8 @@ class Batch(Generic[Region]):
             order = self._waiting.popleft()
             self._running[order.request_id] = request
             if order.imported:
-                imports.append(order.request_id)
-        return tuple(imports)
+                imports[Key(order.request_id, request.lead)] = request.sequences[request.lead].region
+        return imports
 
     def _allocate(self, order: Order) -> _Request[Region] | None:
         request: _Request[Region] = _Request(order=order, importing=order.imported)

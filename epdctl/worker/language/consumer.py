@@ -1,18 +1,14 @@
-"""The engine's receiving end of embedding transfers: memory, Mooncake, control socket.
+"""A replica's receiving end of embeddings: memory registered with Mooncake, and the control socket.
 
-Rules of this file: what is opened is closed in the other order; what cannot be opened is a StartFailed that
-names the flag.
+Rules of this file: what cannot be opened is a StartFailed that names the flag.
 """
 
 from __future__ import annotations
 
-import os
-
 from epdctl.metrics import WorkerMetrics
 from epdctl.worker.engine import StartFailed
 from epdctl.worker.language.checkpoint import ModelSpec
-from epdctl.worker.language.messages import LanguageEngineSettings
-from epdctl.worker.transfer.environment import mooncake_environment
+from epdctl.worker.language.messages import EcEnd
 from epdctl.worker.transfer.memory import HostMemory
 from epdctl.worker.transfer.mooncake import TransferEngine, TransferSetupFailed
 from epdctl.worker.transfer.ports import TransferRecord
@@ -21,34 +17,27 @@ from epdctl.worker.transfer.tensors import TensorContract
 
 
 class EcConsumer:
-    """A replica's EC consumer; `receiver` hands out what was pushed."""
+    """An open EC consumer; `receiver` hands out what was pushed."""
 
-    def __init__(
-        self, receiver: Receiver, engine: TransferEngine, memory: HostMemory, metrics: WorkerMetrics
-    ) -> None:
+    def __init__(self, receiver: Receiver, memory: HostMemory, metrics: WorkerMetrics) -> None:
         self.receiver = receiver
-        self._engine = engine
         self._memory = memory
-        self._metrics = metrics
+        for state in receiver.stats().arena_bytes:
+            gauge = metrics.arena_bytes.labels(state)
+            gauge.set_function(lambda state=state: receiver.stats().arena_bytes[state])  # type: ignore[misc]
 
     @classmethod
-    def open(cls, settings: LanguageEngineSettings, spec: ModelSpec, metrics: WorkerMetrics) -> EcConsumer:
-        """Open everything (inside the event loop); raises StartFailed."""
-        os.environ.update(
-            mooncake_environment(
-                os.environ, protocol=settings.mooncake_protocol, ports=settings.mooncake_ports
-            )
-        )
+    def open(cls, end: EcEnd, spec: ModelSpec, engine: TransferEngine, metrics: WorkerMetrics) -> EcConsumer:
+        """Register memory and bind the control socket (inside the event loop); raises StartFailed."""
         try:
-            memory = HostMemory(settings.ec_buffer_bytes)
-            engine = TransferEngine(host=settings.ec_host, protocol=settings.mooncake_protocol)
+            memory = HostMemory(end.buffer_bytes)
             engine.register(memory.address, memory.nbytes)
         except (OSError, TransferSetupFailed) as error:
-            raise StartFailed(f"embeddings cannot be received: {error}") from error
+            raise StartFailed(f"--ec-buffer-bytes {end.buffer_bytes}: {error}") from error
         receiver = Receiver(
             ReceiverSettings(
-                host=settings.ec_ip,
-                port=settings.ec_port,
+                host=end.ip,
+                port=end.port,
                 contract=TensorContract(dtype=spec.dtype, widths=frozenset({spec.embedding_width})),
             ),
             memory=memory,
@@ -58,18 +47,15 @@ class EcConsumer:
         try:
             receiver.start()
         except OSError as error:
-            raise StartFailed(f"--ec-ip {settings.ec_ip} --ec-port {settings.ec_port}: {error}") from error
-        return cls(receiver, engine, memory, metrics)
-
-    def show(self) -> None:
-        """Bring the gauges up to date."""
-        for state, nbytes in self.receiver.stats().arena_bytes.items():
-            self._metrics.arena_bytes.labels(state).set(nbytes)
+            raise StartFailed(f"--ec-ip {end.ip} --ec-port {end.port}: {error}") from error
+        return cls(receiver, memory, metrics)
 
     async def close(self) -> None:
-        """Stop answering, then close the engine: only that keeps late writes out of our memory."""
+        """Stop answering. Close Mooncake next: only that keeps late writes out of the memory."""
         await self.receiver.close()
-        await self._engine.close()
+
+    def free(self) -> None:
+        """Unmap the memory; nothing can write to it any more."""
         self._memory.close()
 
 

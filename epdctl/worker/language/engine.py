@@ -1,7 +1,9 @@
-"""The language engine process: model, KV, generation loop, and the receiving end of embeddings.
+"""The language engine process: model, KV, generation loop, and its ends of transfers.
 
-Life of a request: `generate` arrives -> its embeddings are awaited (`intake`) -> it is queued, admitted and
-computed (`loop`) -> `tokens` go out until every choice has finished.
+Life of a request: `generate` arrives -> its embeddings are awaited (`intake`) -> it is queued and admitted
+(`loop`) -> its KV is fetched, where another process has computed it (`kv_import`) -> it is computed step by
+step -> `tokens` go out until every choice has finished -> its KV is freed, or kept for a decode
+(`kv_server`).
 
 Rules of this file: it only joins the parts and passes messages on. The model is loaded and run on one thread.
 """
@@ -21,9 +23,10 @@ from epdctl.worker.channel import Message, error_message, message
 from epdctl.worker.engine import EngineContext, StartFailed, run_engine
 from epdctl.worker.language.batch import Batch, Limits
 from epdctl.worker.language.checkpoint import Checkpoint, UnsupportedCheckpoint, open_checkpoint
-from epdctl.worker.language.consumer import EcConsumer
+from epdctl.worker.language.exchange import Exchange
 from epdctl.worker.language.intake import Intake, IntakeRules
 from epdctl.worker.language.kv import KvPool
+from epdctl.worker.language.kv_import import ImportEvents
 from epdctl.worker.language.loop import GenerationLoop, LoopEvents
 from epdctl.worker.language.messages import Drop, Generate, LanguageEngineSettings, ReadyFacts, Tokens
 from epdctl.worker.language.model import LanguageModel, load_language_model
@@ -49,23 +52,32 @@ class LanguageEngine:
         checkpoint, model = await on_thread(self._thread, self._load)
         pool = KvPool(checkpoint.spec, settings.kv_bytes, model.device)
         await on_thread(self._thread, run_once, model, pool, checkpoint.spec)
-        self._consumer = EcConsumer.open(settings, checkpoint.spec, self._context.metrics)
-        self._loop = self._new_loop(model, pool)
-        self._intake = Intake(
-            checkpoint.spec,
-            model.device,
-            self._consumer.receiver,
-            self._loop,
-            rules=IntakeRules(push_wait_s=settings.push_wait_s),
-            failed=self._fail,
+        events = ImportEvents(
+            done=self._landed,
+            failed=self._lost,
         )
+        self._exchange = Exchange.open(settings, checkpoint.spec, pool, events, self._context.metrics)
+        self._loop = self._new_loop(model, pool)
+        self._intake = self._new_intake(checkpoint, model)
         self._running = asyncio.create_task(self._loop.run(), name="generation-loop")
         facts = ReadyFacts(
-            ec_address=self._consumer.receiver.consumer_zmq,
+            ec_address=self._exchange.ec_address,
             kv_tokens=pool.tokens,
             parameters=model.parameter_names(),
         )
         return msgspec.structs.asdict(facts)
+
+    def _new_intake(self, checkpoint: Checkpoint, model: LanguageModel) -> Intake:
+        end, consumer = self._settings.ec, self._exchange.consumer
+        return Intake(
+            checkpoint.spec,
+            model.device,
+            consumer.receiver if consumer is not None else None,
+            self._loop,
+            rules=IntakeRules(push_wait_s=end.push_wait_s if end is not None else 0.0),
+            failed=self._fail,
+            give_up=self._exchange.give_up,
+        )
 
     def _load(self) -> tuple[Checkpoint, LanguageModel]:
         torch.set_num_threads(self._settings.threads)
@@ -90,6 +102,7 @@ class LanguageEngine:
             self._thread,
             events=LoopEvents(tokens=self._send_tokens, failed=self._fail),
             metrics=self._context.metrics,
+            exchange=self._exchange,
         )
 
     async def handle(self, received: Message) -> None:
@@ -104,12 +117,12 @@ class LanguageEngine:
             self._loop.cancel(call_id, received.parse(Drop).choice)
         elif received.kind == "cancel" and not self._intake.cancel(call_id):
             self._loop.cancel(call_id)
+            self._exchange.release(call_id)
 
     def health(self) -> str | None:
         """Return what troubles the engine, or None; ends the process when the loop has died."""
         if self._running.done():
             self._running.result()
-        self._consumer.show()
         return self._loop.trouble()
 
     async def stop(self, grace_s: float) -> None:
@@ -125,7 +138,13 @@ class LanguageEngine:
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
         self._thread.shutdown(wait=True)
-        await self._consumer.close()
+        await self._exchange.close()
+
+    def _landed(self, call_id: str) -> None:
+        self._loop.landed(call_id)
+
+    def _lost(self, call_id: str, error: EpdError) -> None:
+        self._loop.lost(call_id, error)
 
     async def _send_tokens(self, call_id: str, tokens: Tokens) -> None:
         await self._context.send(message("tokens", tokens, call_id=call_id))

@@ -15,10 +15,12 @@ from typing import Any, TypeVar
 
 from prometheus_client import Gauge
 
+from epdctl.domain import Role
 from epdctl.errors import EngineUnavailable, InvalidRequest, UnknownModel
 from epdctl.worker.language.checkpoint import Checkpoint, ModelSpec, UnsupportedCheckpoint, open_checkpoint
 from epdctl.worker.language.choice import TextRules
 from epdctl.worker.language.generation import Generation
+from epdctl.worker.language.handover import KvPlan, one_token, plan_kv
 from epdctl.worker.language.messages import Generate, PromptImage
 from epdctl.worker.language.params import Sampling
 from epdctl.worker.language.placement import place_images
@@ -52,6 +54,7 @@ class LanguageFront:
         self,
         model: str,
         name: str,
+        role: Role,
         engines: Sequence[Supervisor],
         *,
         max_model_len: int | None,
@@ -59,6 +62,7 @@ class LanguageFront:
     ) -> None:
         self._model = model
         self._name = name
+        self._role = role
         self._engines = engines
         self._max_model_len = max_model_len
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -111,8 +115,10 @@ class LanguageFront:
             image_token_id=loaded.spec.image_token_id,
             merge=loaded.spec.merge,
         )
-        body_out = self._body(expanded, images, request.tokens, "messages")
-        return request, self._generation([body_out], request.tokens, rank)
+        plan = plan_kv(self._role, request.kv_transfer_params, expanded, has_images=bool(images))
+        tokens = request.tokens if not plan.hold else one_token(request.tokens)
+        generate = self._body(expanded, images, tokens, "messages", plan)
+        return request, self._generation([generate], tokens, rank)
 
     async def completion(
         self, body: Mapping[str, Any], rank: str | None
@@ -121,14 +127,21 @@ class LanguageFront:
         request = parse_completion(body)
         self._check_model(request.model)
         bodies = []
+        if request.kv_transfer_params is not None and len(request.prompts) > 1:
+            raise InvalidRequest(
+                "kv_transfer_params belong to one prompt, and this request has several", param="prompt"
+            )
+        tokens = request.tokens
         for prompt in request.prompts:
             ids = await self._on_thread(self._text_ids, prompt)
             if self.loaded.spec.image_token_id in ids:
                 raise InvalidRequest(
                     "a prompt must not contain the model's image placeholder", param="prompt"
                 )
-            bodies.append(self._body(ids, (), request.tokens, "prompt"))
-        return request, self._generation(bodies, request.tokens, rank)
+            plan = plan_kv(self._role, request.kv_transfer_params, ids, has_images=False)
+            tokens = request.tokens if not plan.hold else one_token(request.tokens)
+            bodies.append(self._body(ids, (), tokens, "prompt", plan))
+        return request, self._generation(bodies, tokens, rank)
 
     def _chat_ids(self, request: ChatRequest) -> list[int]:
         return self.loaded.tokenizer.chat(
@@ -152,7 +165,7 @@ class LanguageFront:
             raise UnknownModel(f"this worker serves {self._name}, not the model asked for", param="model")
 
     def _body(
-        self, ids: list[int], images: tuple[PromptImage, ...], tokens: TokenRules, param: str
+        self, ids: list[int], images: tuple[PromptImage, ...], tokens: TokenRules, param: str, plan: KvPlan
     ) -> Generate:
         limit, length = self.loaded.max_model_len, len(ids)
         if not ids:
@@ -170,7 +183,9 @@ class LanguageFront:
                 param="max_tokens",
             )
         sampling = self._sampling(tokens, limit - length)
-        return Generate(token_ids=ids, sampling=sampling, images=images)
+        return Generate(
+            token_ids=ids, sampling=sampling, images=images, hold_kv=plan.hold, ticket=plan.ticket
+        )
 
     def _sampling(self, tokens: TokenRules, room: int) -> Sampling:
         if any(token >= self.loaded.spec.vocab_size for token in tokens.stop_token_ids):

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from epdctl.worker.language.choice import Choice, Delta, TextRules
+from epdctl.worker.language.kv_messages import KvTicket
 from epdctl.worker.language.messages import Drop, Generate, Tokens
 from epdctl.worker.supervisor import EngineCall, Supervisor
 
@@ -34,6 +35,7 @@ class PromptRun:
         self._body = body
         self._first_choice = first_choice
         self.choices = tuple(Choice(rules) for _ in range(body.sampling.n))
+        self.ticket: KvTicket | None = None
         self._at_engine = set(range(body.sampling.n))
 
     @property
@@ -53,6 +55,7 @@ class PromptRun:
     async def next(self) -> list[Piece]:
         """Wait for the engine's next tokens; raises what the engine reports."""
         tokens = (await self._call.receive()).parse(Tokens)
+        self.ticket = tokens.ticket or self.ticket
         pieces = []
         for token in tokens.tokens:
             choice = self.choices[token.choice]
@@ -123,6 +126,11 @@ class Generation:
     def choices(self) -> list[Choice]:
         """All choices, in the order of the answer."""
         return [choice for run in self.runs for choice in run.choices]
+
+    @property
+    def ticket(self) -> KvTicket | None:
+        """The ticket of the prompt's KV, if the engine keeps it."""
+        return self.runs[0].ticket
 
     @property
     def prompt_tokens(self) -> int:

@@ -17,6 +17,7 @@ from epdctl.domain import MmHash, TransferId
 from epdctl.errors import EmbeddingUndelivered, EpdError, ShuttingDown, TransferFailed, UpstreamTimeout
 from epdctl.worker.language.batch import Order
 from epdctl.worker.language.checkpoint import ModelSpec
+from epdctl.worker.language.kv_messages import KvTicket
 from epdctl.worker.language.loop import GenerationLoop, Job
 from epdctl.worker.language.messages import Generate, PromptImage
 from epdctl.worker.language.positions import PlacedImage, mrope_positions
@@ -27,10 +28,9 @@ from epdctl.worker.transfer.ports import Received, Taker, TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntakeRules:
-    """How long a request waits for its embeddings, and whether its KV is kept for another process."""
+    """How long a request waits for its embeddings."""
 
     push_wait_s: float
-    hold_kv: bool = False
 
 
 class Intake:
@@ -40,18 +40,24 @@ class Intake:
         self,
         spec: ModelSpec,
         device: torch.device,
-        taker: Taker,
+        taker: Taker | None,
         loop: GenerationLoop,
         *,
         rules: IntakeRules,
         failed: Callable[[str, EpdError], Awaitable[None]],
+        give_up: Callable[[KvTicket], None] | None = None,
     ) -> None:
+        """Without a `taker` embeddings are never read: prompts with images come with their KV.
+
+        `give_up` tells a prefill that KV will not be fetched.
+        """
         self._spec = spec
         self._device = device
         self._taker = taker
         self._loop = loop
         self._rules = rules
         self._failed = failed
+        self._give_up = give_up
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def __len__(self) -> int:
@@ -85,7 +91,7 @@ class Intake:
                 self._cancel_push(image)
 
     def _cancel_push(self, image: PromptImage) -> None:
-        if image.transfer_id is not None:
+        if image.transfer_id is not None and self._taker is not None:
             self._taker.cancel(TransferId(image.transfer_id))
 
     async def _bring(self, call_id: str, body: Generate) -> None:
@@ -98,7 +104,9 @@ class Intake:
 
     async def _take_all(self, images: Sequence[PromptImage]) -> list[Received]:
         """Take every image's embedding, or none of them."""
-        tasks = [asyncio.create_task(self._take(image)) for image in images]
+        if self._taker is None:
+            return []
+        tasks = [asyncio.create_task(self._take(self._taker, image)) for image in images]
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:
@@ -115,9 +123,9 @@ class Intake:
         else:
             self._cancel_push(image)
 
-    async def _take(self, image: PromptImage) -> Received:
+    async def _take(self, taker: Taker, image: PromptImage) -> Received:
         try:
-            return await self._taker.take(
+            return await taker.take(
                 transfer_id=None if image.transfer_id is None else TransferId(image.transfer_id),
                 mm_hash=MmHash(image.mm_hash),
                 expect=TensorSpec((image.rows, self._spec.embedding_width), self._spec.dtype),
@@ -134,7 +142,7 @@ class Intake:
         spec, sampling = self._spec, body.sampling
         places = [PlacedImage(offset=image.offset, grid=image.grid) for image in body.images]
         positions = mrope_positions(len(body.token_ids), places, spec.merge)
-        pairs = zip(body.images, received, strict=True)
+        pairs = zip(body.images, received, strict=self._taker is not None)
         embeddings = [PlacedEmbedding(offset=i.offset, rows=_rows(r, self._device)) for i, r in pairs]
         eos = () if sampling.ignore_eos else spec.eos_token_ids
         order = Order(
@@ -144,22 +152,26 @@ class Intake:
             min_tokens=sampling.min_tokens,
             choices=sampling.n,
             stops=frozenset({*eos, *sampling.stop_token_ids}),
-            hold=self._rules.hold_kv,
+            imported=body.ticket is not None,
+            hold=body.hold_kv,
         )
         return Job(
             order=order,
             prompt=build_prompt(body.token_ids, positions, embeddings, self._device),
             sampler=Sampler(sampling, spec.eos_token_ids),
-            release=lambda: _release(received),
+            release=lambda: self._release(received, body.ticket),
+            token_ids=body.token_ids,
+            ticket=body.ticket,
         )
+
+    def _release(self, received: Sequence[Received], ticket: KvTicket | None) -> None:
+        for item in received:
+            item.release()
+        if ticket is not None and self._give_up is not None:
+            self._give_up(ticket)
 
 
 def _rows(received: Received, device: torch.device) -> torch.Tensor:
     """Return the item as a tensor: on a CPU a view of the arena, elsewhere a copy."""
     flat = torch.frombuffer(received.view, dtype=getattr(torch, received.dtype))
     return flat.view(received.shape).to(device)
-
-
-def _release(received: Sequence[Received]) -> None:
-    for item in received:
-        item.release()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import blake3
 import torch
 
 from epdctl.worker.language.checkpoint import ModelSpec
@@ -19,9 +20,13 @@ from epdctl.worker.transfer.arena import Region as ArenaRegion
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KvRegion:
-    """KV of one sequence; `keys[layer]` and `values[layer]` are `[capacity, heads, dim]` views."""
+    """KV of one sequence; `keys[layer]` and `values[layer]` are `[capacity, heads, dim]` views.
+
+    `address` is that of its first byte, `capacity` in tokens.
+    """
 
     place: ArenaRegion
+    address: int
     capacity: int
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
@@ -42,6 +47,11 @@ class KvPool:
         return self._buffer.numel() // self._spec.kv_bytes_per_token
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self._buffer.numel()
+
+    @property
     def address(self) -> int:
         """Where the buffer starts, for registration with a transfer engine."""
         return self._buffer.data_ptr()
@@ -57,11 +67,22 @@ class KvPool:
         whole = self._buffer[place.offset : place.offset + nbytes].view(self._dtype).view(shape)
         keys = tuple(whole[layer, 0] for layer in range(spec.layers))
         values = tuple(whole[layer, 1] for layer in range(spec.layers))
-        return KvRegion(place=place, capacity=tokens, keys=keys, values=values)
+        return KvRegion(
+            place=place, address=self.address + place.offset, capacity=tokens, keys=keys, values=values
+        )
 
     def free(self, region: KvRegion) -> None:
         """Take a region back."""
         self.arena.free(region.place)
+
+
+def prefix_digest(region: KvRegion, tokens: int) -> str:
+    """Return the blake3 hex of the first `tokens` tokens, part by part as they lie in the region."""
+    digest = blake3.blake3()
+    for keys, values in zip(region.keys, region.values, strict=True):
+        for part in (keys, values):
+            digest.update(part[:tokens].cpu().view(torch.uint8).reshape(-1).numpy().data)
+    return digest.hexdigest()
 
 
 def copy_prefix(source: KvRegion, target: KvRegion, tokens: int) -> None:

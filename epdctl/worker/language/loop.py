@@ -9,9 +9,10 @@ only those fail that made it fail.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 
@@ -19,6 +20,7 @@ from epdctl.errors import EpdError, GenerationFailed, ShuttingDown
 from epdctl.metrics import WorkerMetrics
 from epdctl.worker.language.batch import Batch, Key, Order, Plan, Sampled
 from epdctl.worker.language.kv import KvPool, KvRegion
+from epdctl.worker.language.kv_messages import KvTicket
 from epdctl.worker.language.messages import Token, Tokens
 from epdctl.worker.language.runner import Prompt, Runner, requests_of
 from epdctl.worker.language.sampling import Chosen, Sampler
@@ -30,19 +32,27 @@ STUCK_AFTER_S = 60.0
 class Job:
     """A request with everything it needs at hand.
 
-    `release` is called once, when its embeddings are not read any more.
+    `release` is called once, when what was sent for it is not needed any more: embeddings that have been
+    read, KV that will not be fetched. `token_ids` is the prompt, `ticket` says where its KV comes from.
     """
 
     order: Order
     prompt: Prompt
     sampler: Sampler
     release: Callable[[], None]
+    token_ids: Sequence[int] = ()
+    ticket: KvTicket | None = None
     open_choices: set[int] = field(default_factory=set)
 
     def let_go(self) -> None:
         """Call `release`, the first time only."""
-        release, self.release = self.release, _nothing
+        release = self.keep()
         release()
+
+    def keep(self) -> Callable[[], None]:
+        """Return `release` and see to it that it is not called from here."""
+        release, self.release = self.release, _nothing
+        return release
 
 
 def _nothing() -> None:
@@ -57,6 +67,22 @@ class LoopEvents:
     failed: Callable[[str, EpdError], Awaitable[None]]
 
 
+class KvExchange(Protocol):
+    """KV that comes from and goes to other processes."""
+
+    def hold(self, request_id: str, region: KvRegion, token_ids: Sequence[int]) -> KvTicket:
+        """Take a finished prompt's region over and return the ticket for it."""
+        ...
+
+    def begin(self, request_id: str, region: KvRegion, ticket: KvTicket) -> None:
+        """Have a prompt's KV written to its region; `landed` or `lost` of the loop tells how it ended."""
+        ...
+
+    def cancel(self, request_id: str) -> bool:
+        """Give that up and take the region over; False when it has ended."""
+        ...
+
+
 class GenerationLoop:
     """One engine's requests from arrival to end."""
 
@@ -69,6 +95,7 @@ class GenerationLoop:
         *,
         events: LoopEvents,
         metrics: WorkerMetrics,
+        exchange: KvExchange | None = None,
     ) -> None:
         self._batch = batch
         self._runner = runner
@@ -76,14 +103,18 @@ class GenerationLoop:
         self._thread = thread
         self._events = events
         self._metrics = metrics
+        self._exchange = exchange
         self._arrivals: list[Job] = []
         self._leaving: list[tuple[str, int | None]] = []
+        self._landed: list[str] = []
+        self._lost: list[tuple[str, EpdError]] = []
         self._jobs: dict[str, Job] = {}
         self._wake = asyncio.Event()
         self._step = 0
         self._failures = 0
         self._began: float | None = None
         self._log = structlog.get_logger()
+        self._show_gauges()
 
     def __len__(self) -> int:
         """Requests that have not ended."""
@@ -97,6 +128,16 @@ class GenerationLoop:
     def cancel(self, request_id: str, choice: int | None = None) -> None:
         """Drop a request, or one choice of it, before the next step; harmless when it has ended."""
         self._leaving.append((request_id, choice))
+        self._wake.set()
+
+    def landed(self, request_id: str) -> None:
+        """Note that a prompt's KV is in its region."""
+        self._landed.append(request_id)
+        self._wake.set()
+
+    def lost(self, request_id: str, error: EpdError) -> None:
+        """Note that a prompt's KV will not come; its region has been taken over."""
+        self._lost.append((request_id, error))
         self._wake.set()
 
     def trouble(self) -> str | None:
@@ -126,14 +167,44 @@ class GenerationLoop:
         """Do one step; False when there is nothing to do before something arrives."""
         await self._apply()
         plan = self._batch.plan()
-        self._show()
         if plan is None:
             return False
+        self._import(plan)
+        if not plan.segments:
+            return True
         done, chosen = await self._compute(plan)
         await self._deliver(self._batch.commit(done, {k: c.token for k, c in chosen.items()}), chosen)
         return True
 
+    def _import(self, plan: Plan[KvRegion]) -> None:
+        for key, region in plan.imports.items():
+            job = self._jobs[key.request_id]
+            assert self._exchange is not None and job.ticket is not None
+            job.keep()  # from here on the exchange looks after the ticket
+            self._exchange.begin(key.request_id, region, job.ticket)
+
     async def _apply(self) -> None:
+        await self._take_up()
+        await self._settle_imports()
+        leaving, self._leaving = self._leaving, []
+        for request_id, choice in leaving:
+            if choice is None and self._exchange is not None and self._exchange.cancel(request_id):
+                self._batch.detach(request_id)
+            else:
+                self._batch.cancel(request_id, choice)
+            self._close(request_id, choice)
+
+    async def _settle_imports(self) -> None:
+        landed, self._landed = self._landed, []
+        for request_id in landed:
+            self._batch.imported(request_id)
+        lost, self._lost = self._lost, []
+        for request_id, error in lost:
+            self._batch.detach(request_id)
+            self._close(request_id, None)
+            await self._events.failed(request_id, error)
+
+    async def _take_up(self) -> None:
         arrivals, self._arrivals = self._arrivals, []
         for job in arrivals:
             try:
@@ -145,10 +216,6 @@ class GenerationLoop:
             job.open_choices = set(range(job.order.choices))
             self._jobs[job.order.request_id] = job
             self._runner.add(job.order.request_id, job.prompt, job.sampler)
-        leaving, self._leaving = self._leaving, []
-        for request_id, choice in leaving:
-            self._batch.cancel(request_id, choice)
-            self._close(request_id, choice)
 
     def _close(self, request_id: str, choice: int | None) -> None:
         """Note that a choice, or all, has ended; with the last one the request is forgotten."""
@@ -204,24 +271,35 @@ class GenerationLoop:
                 request_id, GenerationFailed("the language model failed on this request")
             )
         segments = tuple(s for s in plan.segments if s.key.request_id not in failed)
-        return Plan(segments=segments, imports=(), regions=plan.regions), chosen
+        return Plan(segments=segments, imports={}, regions=plan.regions), chosen
 
     async def _deliver(self, sampled: list[Sampled[KvRegion]], chosen: Mapping[Key, Chosen]) -> None:
         tokens: dict[str, list[Token]] = {}
+        tickets: dict[str, KvTicket] = {}
         for event in sampled:
             choice = chosen[event.key]
             token = Token(event.key.index, choice.token, event.finish, choice.logprob, choice.top)
             tokens.setdefault(event.key.request_id, []).append(token)
+            if event.held is not None:
+                tickets[event.key.request_id] = self._hold(event.key.request_id, event.held)
         for request_id, new in tokens.items():
             self._jobs[request_id].let_go()
-            await self._events.tokens(request_id, Tokens(self._step, tuple(new)))
+            said = Tokens(self._step, tuple(new), tickets.get(request_id))
+            await self._events.tokens(request_id, said)
             for token in new:
                 if token.finish is not None:
                     self._close(request_id, token.choice)
         self._metrics.generated_tokens.inc(len(sampled))
 
-    def _show(self) -> None:
-        self._metrics.sequences.labels("running").set(self._batch.running)
-        self._metrics.sequences.labels("waiting").set(self._batch.waiting)
-        for state, nbytes in self._pool.arena.bytes_by_state().items():
-            self._metrics.kv_bytes.labels(state).set(nbytes)
+    def _hold(self, request_id: str, region: KvRegion) -> KvTicket:
+        assert self._exchange is not None
+        return self._exchange.hold(request_id, region, self._jobs[request_id].token_ids)
+
+    def _show_gauges(self) -> None:
+        """Let the gauges read what is true when they are asked."""
+        self._metrics.sequences.labels("running").set_function(lambda: self._batch.running)
+        self._metrics.sequences.labels("waiting").set_function(lambda: self._batch.waiting)
+        arena = self._pool.arena
+        for state in arena.bytes_by_state():
+            gauge = self._metrics.kv_bytes.labels(state)
+            gauge.set_function(lambda state=state: arena.bytes_by_state()[state])  # type: ignore[misc]

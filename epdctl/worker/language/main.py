@@ -1,4 +1,4 @@
-"""`epdctl worker prefill-decode`: builds the worker from its settings and runs it.
+"""`epdctl worker prefill-decode`, `prefill` and `decode`: builds the worker from its settings and runs it.
 
 Rules of this file: what can be wrong with the command line is found before anything slow is started.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,8 +15,14 @@ import msgspec
 import uvloop
 
 from epdctl.config import EXIT_FAILED, usage_error
-from epdctl.config.language import EcConsumerSettings, PrefillDecodeSettings
-from epdctl.domain import Role
+from epdctl.config.language import (
+    DecodeSettings,
+    EcConsumerSettings,
+    LanguageSettings,
+    PrefillDecodeSettings,
+    PrefillSettings,
+)
+from epdctl.domain import Role, Stage
 from epdctl.logs import configure_logs
 from epdctl.metrics import WorkerMetrics
 from epdctl.worker.announce import Announcement, NoAddress, SelfRegistration, advertised_url
@@ -25,7 +30,7 @@ from epdctl.worker.engine import StartFailed
 from epdctl.worker.language.api import add_language_routes
 from epdctl.worker.language.checkpoint import UnsupportedCheckpoint, declared_max_positions, find_checkpoint
 from epdctl.worker.language.front import LanguageFront
-from epdctl.worker.language.messages import LanguageEngineSettings
+from epdctl.worker.language.messages import EcEnd, KvReceiveEnd, KvSendEnd, LanguageEngineSettings
 from epdctl.worker.server import (
     InFlight,
     WorkerEdge,
@@ -38,26 +43,39 @@ from epdctl.worker.server import (
 from epdctl.worker.supervisor import EngineSpec, Supervisor
 
 ENGINE_MODULE = "epdctl.worker.language.engine"
+KV_CONNECTOR = "nixl"
+"""The label that tells a proxy how our KV parameters travel: prefill answers with them, decode gets them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
-    """Where the worker is: its files, its listening socket, and what others are told."""
+    """Where the worker is: its files, its listening socket, its URL, and the host that its sockets are on."""
 
     folder: Path
     listener: socket.socket
     url: str
-    ec_ip: str
-    ec_host: str
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or "127.0.0.1"
 
 
 def run_prefill_decode(settings: PrefillDecodeSettings) -> int:
     """Run a prefill_decode worker until it is told to stop; return the exit code."""
-    return run(settings, Role.PREFILL_DECODE)
+    return _run(settings, Role.PREFILL_DECODE)
 
 
-def run(settings: EcConsumerSettings, role: Role) -> int:
-    """Run a language worker in `role`."""
+def run_prefill(settings: PrefillSettings) -> int:
+    """Run a prefill worker until it is told to stop; return the exit code."""
+    return _run(settings, Role.PREFILL)
+
+
+def run_decode(settings: DecodeSettings) -> int:
+    """Run a decode worker until it is told to stop; return the exit code."""
+    return _run(settings, Role.DECODE)
+
+
+def _run(settings: LanguageSettings, role: Role) -> int:
     prog = f"epdctl worker {role.value.replace('_', '-')}"
     configure_logs(settings.log_format, settings.log_level)
     try:
@@ -77,7 +95,7 @@ def _failed(prog: str, reason: str) -> int:
     return EXIT_FAILED
 
 
-def _find_place(settings: EcConsumerSettings) -> _Place:
+def _find_place(settings: LanguageSettings) -> _Place:
     folder = find_checkpoint(settings.model)
     listener = bind_socket(settings.host, settings.port)
     try:
@@ -86,26 +104,24 @@ def _find_place(settings: EcConsumerSettings) -> _Place:
     except NoAddress:
         listener.close()
         raise
-    ec_ip = settings.ec_ip or urlsplit(url).hostname or "127.0.0.1"
-    return _Place(
-        folder=folder,
-        listener=listener,
-        url=url,
-        ec_ip=ec_ip,
-        ec_host=settings.ec_advertise_host or ec_ip,
-    )
+    return _Place(folder=folder, listener=listener, url=url)
 
 
-async def _serve(settings: EcConsumerSettings, role: Role, place: _Place) -> int:
+async def _serve(settings: LanguageSettings, role: Role, place: _Place) -> int:
     metrics = WorkerMetrics()
+    stage = Stage.PREFILL if role is Role.PREFILL else Stage.DECODE
     async with worker_sockets() as (context, directory):
-        engines = [Supervisor(spec, context, directory) for spec in _engine_specs(settings, place)]
+        engines = [
+            Supervisor(_engine_spec(settings, place, replica), context, directory)
+            for replica in range(settings.data_parallel_size)
+        ]
         front = LanguageFront(
             str(place.folder),
             settings.model_name,
+            role,
             engines,
             max_model_len=settings.max_model_len,
-            in_flight=metrics.in_flight.labels("decode"),
+            in_flight=metrics.in_flight.labels(stage.value),
         )
         edge = WorkerEdge(
             model_name=settings.model_name,
@@ -139,21 +155,8 @@ async def _prepare(front: LanguageFront, dtype: str) -> None:
         raise StartFailed(f"--model {error}") from error
 
 
-def _engine_specs(settings: EcConsumerSettings, place: _Place) -> Sequence[EngineSpec]:
-    return [
-        EngineSpec(
-            name=f"language-{replica}",
-            module=ENGINE_MODULE,
-            settings=msgspec.to_builtins(_engine_settings(settings, place, replica)),
-            log_format=settings.log_format,
-            log_level=settings.log_level,
-        )
-        for replica in range(settings.data_parallel_size)
-    ]
-
-
-def _engine_settings(settings: EcConsumerSettings, place: _Place, replica: int) -> LanguageEngineSettings:
-    return LanguageEngineSettings(
+def _engine_spec(settings: LanguageSettings, place: _Place, replica: int) -> EngineSpec:
+    engine = LanguageEngineSettings(
         model=str(place.folder),
         dtype=settings.dtype,
         device=settings.device,
@@ -162,21 +165,55 @@ def _engine_settings(settings: EcConsumerSettings, place: _Place, replica: int) 
         sequences=settings.max_batch_items,
         waiting=settings.queue_size,
         kv_bytes=settings.kv_bytes,
-        ec_ip=place.ec_ip,
-        ec_port=settings.ec_port + replica,
-        ec_host=place.ec_host,
-        ec_buffer_bytes=settings.ec_buffer_bytes,
+        advertise_host=_transfer_host(settings, place),
         mooncake_protocol=settings.mooncake_protocol,
         mooncake_ports=settings.mooncake_port_range,
+        ec=_ec_end(settings, place, replica),
+        kv_send=_kv_send_end(settings, place, replica),
+        kv_receive=KvReceiveEnd(wait_s=settings.kv_wait_timeout)
+        if isinstance(settings, DecodeSettings)
+        else None,
+    )
+    return EngineSpec(
+        name=f"language-{replica}",
+        module=ENGINE_MODULE,
+        settings=msgspec.to_builtins(engine),
+        log_format=settings.log_format,
+        log_level=settings.log_level,
+    )
+
+
+def _transfer_host(settings: LanguageSettings, place: _Place) -> str:
+    """Return the host under which peers reach Mooncake and the control sockets."""
+    if isinstance(settings, EcConsumerSettings):
+        return settings.ec_advertise_host or settings.ec_ip or place.host
+    return place.host
+
+
+def _ec_end(settings: LanguageSettings, place: _Place, replica: int) -> EcEnd | None:
+    if not isinstance(settings, EcConsumerSettings):
+        return None
+    return EcEnd(
+        ip=settings.ec_ip or place.host,
+        port=settings.ec_port + replica,
+        buffer_bytes=settings.ec_buffer_bytes,
         push_wait_s=settings.push_wait_timeout,
     )
 
 
-def _announcer(settings: EcConsumerSettings, role: Role, place: _Place) -> SelfRegistration | None:
+def _kv_send_end(settings: LanguageSettings, place: _Place, replica: int) -> KvSendEnd | None:
+    if not isinstance(settings, PrefillSettings):
+        return None
+    return KvSendEnd(
+        ip=settings.kv_ip or place.host,
+        port=settings.kv_port + replica if settings.kv_port else 0,
+        lease_s=settings.kv_lease,
+    )
+
+
+def _announcer(settings: LanguageSettings, role: Role, place: _Place) -> SelfRegistration | None:
     if settings.register_url is None:
         return None
-    host = f"[{place.ec_host}]" if ":" in place.ec_host else place.ec_host
-    ports = range(settings.ec_port, settings.ec_port + settings.data_parallel_size)
     key = settings.admin_api_key
     return SelfRegistration(
         Announcement(
@@ -186,6 +223,16 @@ def _announcer(settings: EcConsumerSettings, role: Role, place: _Place) -> SelfR
             api_key=key.get_secret_value() if key else None,
             model=settings.model_name,
             dp_size=settings.data_parallel_size,
-            ec_zmq_addrs=tuple(f"tcp://{host}:{port}" for port in ports),
+            ec_zmq_addrs=_ec_addresses(settings, place),
+            labels={} if role is Role.PREFILL_DECODE else {"kv_connector": KV_CONNECTOR},
         )
     )
+
+
+def _ec_addresses(settings: LanguageSettings, place: _Place) -> tuple[str, ...]:
+    if not isinstance(settings, EcConsumerSettings):
+        return ()
+    host = _transfer_host(settings, place)
+    bracketed = f"[{host}]" if ":" in host else host
+    ports = range(settings.ec_port, settings.ec_port + settings.data_parallel_size)
+    return tuple(f"tcp://{bracketed}:{port}" for port in ports)

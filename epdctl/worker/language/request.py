@@ -73,6 +73,7 @@ class ChatRequest:
     continue_final_message: bool
     template_kwargs: Mapping[str, Any]
     ec_items: tuple[EcItem, ...]
+    kv_transfer_params: Mapping[str, Any] | None
     tokens: TokenRules
     answer: AnswerRules
 
@@ -83,6 +84,7 @@ class CompletionRequest:
 
     model: str | None
     prompts: tuple[str | tuple[int, ...], ...]
+    kv_transfer_params: Mapping[str, Any] | None
     tokens: TokenRules
     answer: AnswerRules
 
@@ -112,6 +114,7 @@ def parse_chat(body: Mapping[str, Any], merge: int) -> ChatRequest:
         continue_final_message=continue_final,
         template_kwargs=fields.object("chat_template_kwargs") or {},
         ec_items=_ec_items(fields),
+        kv_transfer_params=fields.object("kv_transfer_params"),
         tokens=_token_rules(fields, _chat_logprobs(fields), default_max_tokens=None),
         answer=_answer_rules(fields),
     )
@@ -125,6 +128,7 @@ def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
     return CompletionRequest(
         model=fields.text("model"),
         prompts=_prompts(fields),
+        kv_transfer_params=fields.object("kv_transfer_params"),
         tokens=_token_rules(fields, fields.integer("logprobs", 0, MAX_TOP_LOGPROBS), default_max_tokens=16),
         answer=_answer_rules(fields),
     )

@@ -155,6 +155,6 @@ def requests_of(plan: Plan[KvRegion]) -> Mapping[str, Plan[KvRegion]]:
     for segment in plan.segments:
         parts.setdefault(segment.key.request_id, []).append(segment)
     return {
-        request_id: Plan(segments=tuple(segments), imports=(), regions=plan.regions)
+        request_id: Plan(segments=tuple(segments), imports={}, regions=plan.regions)
         for request_id, segments in parts.items()
     }

@@ -305,7 +305,7 @@ class TestImports:
         plan = batch.plan()
 
         assert plan is not None
-        assert (plan.imports, plan.segments, batch.plan()) == (("a",), (), None)
+        assert (list(plan.imports), plan.segments, batch.plan()) == ([Key("a", 0)], (), None)
 
     def test_the_last_prompt_token_is_computed_again(self) -> None:
         """With its KV in place the request goes on like one whose prompt is all but done."""
@@ -315,6 +315,17 @@ class TestImports:
         batch.imported("a")
 
         assert shape(batch.plan()) == [("a", 7, 1, 1)]
+
+    def test_a_lost_import_leaves_its_region_to_whoever_wrote_it(self) -> None:
+        """Detaching frees the other choices' KV, and not the region that may still be written to."""
+        batch, kv = build()
+        batch.submit(order("a", 8, imported=True, choices=2))
+        plan = batch.plan()
+        assert plan is not None
+        batch.detach("a")
+        batch.detach("a")
+
+        assert (kv.live, batch.running) == (set(plan.imports.values()), 0)
 
 
 def test_any_order_of_events_keeps_the_accounts() -> None:
