@@ -117,7 +117,7 @@ class Proxy:
     def events(self, name: str) -> list[str]:
         """Return the log lines of the running process that carry an event."""
         assert self.process is not None
-        return [line for line in self.process.stderr.splitlines() if f'"event": "{name}"' in line]
+        return [line for line in self.process.stderr.splitlines() if f'"event":"{name}"' in line]
 
 
 @asynccontextmanager
