@@ -157,15 +157,16 @@ async def test_options_change_the_rows_and_the_key(
     bounds = {"shortest_edge": 3136, "longest_edge": 12544}
     transfer_id = new_id()
 
-    await worker.encode(
+    reply = await worker.encode(
         part(data, "small"),
         consumer=consumer.address,
         transfer_ids=[transfer_id],
         mm_processor_kwargs={"min_pixels": 3136, "max_pixels": 12544},
     )
 
+    (identifier,) = reply.body["ec_transfer_params"]
     expected = truth.rows(data, size=bounds)
-    rows = await consumer.rows(transfer_id, "small", (expected.shape[0], expected.shape[1]))
+    rows = await consumer.rows(transfer_id, identifier, (expected.shape[0], expected.shape[1]))
     assert torch.equal(rows, expected)
 
 
