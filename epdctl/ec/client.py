@@ -156,8 +156,10 @@ class ControlClient:
                 await socket.send(body)
                 frames = await socket.recv_multipart()
             healthy = len(frames) == 1
-        except (TimeoutError, OSError, zmq.ZMQError) as error:
+        except (TimeoutError, zmq.ZMQError) as error:
             raise ConsumerUnavailable(f"the EC consumer did not answer '{op}' in time") from error
+        except OSError as error:
+            raise ConsumerUnavailable("the EC consumer cannot be reached") from error
         finally:
             if socket is not None:
                 self._give_back(socket, healthy)

@@ -1,0 +1,305 @@
+"""Claims about how Mooncake is called, against a library that does what the test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from epdctl.errors import TransferFailed, UpstreamTimeout
+from epdctl.worker.transfer.lanes import Piece
+from epdctl.worker.transfer.mooncake import TransferEngine, TransferSetupFailed, load_engine
+from epdctl.worker.transfer.writer import PROBE_TIMEOUT_S
+from tests.stubs.process import wait_until
+
+pytestmark = pytest.mark.unit
+
+ITEM = [Piece(4096, 8192, 100)]
+
+
+class Library:
+    """A transfer engine of Mooncake's shape; counts calls and remembers from which threads they came."""
+
+    def __init__(
+        self,
+        *,
+        initialised: int = 0,
+        registered: int = 0,
+        submitted: Callable[[str], int] | None = None,
+        status: Callable[[int], int] | None = None,
+        probe: Callable[[str], int] | None = None,
+    ) -> None:
+        self._initialised, self._registered = initialised, registered
+        self._submitted = submitted or (lambda session: len(self.writes))
+        self._status = status or (lambda batch: 1)
+        self._probe = probe or (lambda session: 0)
+        self.writes: list[tuple[str, int, int, int]] = []
+        self.asked: list[int] = []
+        self.threads: set[str] = set()
+
+    def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int:
+        """Start."""
+        self.arguments = (host, metadata, protocol, devices)
+        return self._initialised
+
+    def get_rpc_port(self) -> int:
+        """Return the port of the session."""
+        return 15001
+
+    def batch_register_memory(self, addresses: list[int], sizes: list[int]) -> int:
+        """Register."""
+        return self._registered
+
+    def transfer_submit_write(self, session: str, source: int, destination: int, nbytes: int) -> int:
+        """Start a write."""
+        self.threads.add(threading.current_thread().name)
+        self.writes.append((session, source, destination, nbytes))
+        return self._submitted(session)
+
+    def transfer_check_status(self, batch: int) -> int:
+        """Return how a write is getting on."""
+        self.threads.add(threading.current_thread().name)
+        self.asked.append(batch)
+        return self._status(batch)
+
+    def send_probe(self, session: str) -> int:
+        """Return whether a session is there."""
+        return self._probe(session)
+
+
+@asynccontextmanager
+async def engine_of(library: Library) -> AsyncIterator[TransferEngine]:
+    """Start an engine of that library."""
+    engine = TransferEngine(host="10.0.0.5", load=lambda: library)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+class TestSetup:
+    """What can go wrong at the start says what to do about it (hazard 32)."""
+
+    async def test_a_session_is_host_and_port(self) -> None:
+        """Peers write to the advertised host and the port that Mooncake chose."""
+        library = Library()
+        async with engine_of(library) as engine:
+            assert engine.session == "10.0.0.5:15001"
+        assert library.arguments == ("10.0.0.5", "P2PHANDSHAKE", "tcp", "")
+
+    async def test_an_ipv6_host_is_bracketed(self) -> None:
+        """An IPv6 literal is told apart from the port."""
+        engine = TransferEngine(host="::1", load=Library)
+
+        assert engine.session == "[::1]:15001"
+        await engine.close()
+
+    async def test_no_free_ports(self) -> None:
+        """An engine that cannot start names the flag."""
+        with pytest.raises(TransferSetupFailed, match=r"code -1.*--mooncake-ports"):
+            TransferEngine(host="10.0.0.5", load=lambda: Library(initialised=-1))
+
+    @pytest.mark.parametrize(
+        ("code", "said"), [(-1, "it is empty"), (-7, "overlaps"), (-200, "locked-memory limit")]
+    )
+    async def test_memory_that_cannot_be_registered(self, code: int, said: str) -> None:
+        """A refused registration is an error with the reason, never a silent one."""
+        async with engine_of(Library(registered=code)) as engine:
+            with pytest.raises(TransferSetupFailed, match=said):
+                engine.register(4096, 100)
+
+    def test_a_missing_wheel_is_explained_by_extras(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Without Mooncake the error names the three extras, of which exactly one is to be installed."""
+        monkeypatch.setitem(sys.modules, "mooncake", None)
+        monkeypatch.delitem(sys.modules, "mooncake.engine", raising=False)
+
+        with pytest.raises(TransferSetupFailed, match=r"epdctl\[cpu\].*\[cuda12\].*\[cuda13\]"):
+            load_engine()
+
+    @pytest.mark.parametrize(
+        ("problem", "said"),
+        [
+            ("libibverbs.so.1: cannot open shared object file", "install the system library libibverbs1"),
+            ("libcudart.so.12: cannot open shared object file", "cannot be loaded: libcudart.so.12"),
+        ],
+    )
+    def test_a_wheel_that_cannot_be_loaded(
+        self, monkeypatch: pytest.MonkeyPatch, problem: str, said: str
+    ) -> None:
+        """A missing system library is named, and the package it is in where we know it."""
+
+        def refuse(name: str, *rest: Any) -> ModuleType:
+            if name.startswith("mooncake"):
+                raise ImportError(problem)
+            return original(name, *rest)
+
+        original = builtins.__import__
+        monkeypatch.setattr("importlib.import_module", refuse)
+
+        with pytest.raises(TransferSetupFailed, match=said):
+            load_engine()
+
+    async def test_a_closed_engine_is_not_touched(self) -> None:
+        """Calls on an engine that is gone are errors of ours: in the library they would be a crash."""
+        engine = TransferEngine(host="10.0.0.5", load=Library)
+        await engine.close()
+        await engine.close()
+
+        with pytest.raises(TransferSetupFailed, match="closed"):
+            engine.submit("s:1", ITEM)
+        with pytest.raises(TransferSetupFailed, match="closed"):
+            engine.register(4096, 100)
+
+    async def test_a_forked_child_may_not_use_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In a forked child the library would hang: that is an error at once."""
+        async with engine_of(Library()) as engine:
+            monkeypatch.setattr(os, "getpid", lambda: -1)
+            with pytest.raises(TransferSetupFailed, match="spawn, never fork"):
+                engine.submit("s:1", ITEM)
+            monkeypatch.undo()
+
+
+class TestWrites:
+    """Submitting and polling."""
+
+    async def test_a_write_ends_when_the_library_says_so(self) -> None:
+        """A batch id is asked about until it is not 0, and not once more."""
+        states = iter([0, 0, 0, 1])
+        library = Library(status=lambda batch: next(states))
+        settled: list[bool] = []
+        async with engine_of(library) as engine:
+            await engine.write("s:1", ITEM, deadline_s=5, on_settled=lambda: settled.append(True))
+
+        assert library.writes == [("s:1", 4096, 8192, 100)]
+        assert library.asked == [1, 1, 1, 1]
+        assert settled == [True]
+
+    async def test_one_thread_does_it_all(self) -> None:
+        """Submits and polls of any number of writes come from one thread."""
+        library = Library()
+        async with engine_of(library) as engine:
+            await asyncio.gather(
+                *(
+                    engine.write(f"s:{number % 5}", ITEM, deadline_s=5, on_settled=lambda: None)
+                    for number in range(50)
+                )
+            )
+
+        assert {"mooncake-writer"} == library.threads
+
+    @pytest.mark.parametrize("code", [0, -1])
+    async def test_a_refused_submit_fails_the_write(self, code: int) -> None:
+        """Mooncake says 0 when it did not take a write: that is a failure, not a batch id."""
+        async with engine_of(Library(submitted=lambda session: code)) as engine:
+            with pytest.raises(TransferFailed):
+                await engine.write("s:1", ITEM, deadline_s=5, on_settled=lambda: None)
+
+    async def test_a_failed_status_fails_the_write(self) -> None:
+        """-1 is the end of the write, and of the reading of its source."""
+        settled: list[bool] = []
+        async with engine_of(Library(status=lambda batch: -1)) as engine:
+            with pytest.raises(TransferFailed):
+                await engine.write("s:1", ITEM, deadline_s=5, on_settled=lambda: settled.append(True))
+            await wait_until(lambda: settled == [True], "the source is free")
+
+    async def test_a_late_write_still_reads_its_source(self) -> None:
+        """At the deadline the caller is told; the source is free when the library has finished."""
+        finished = threading.Event()
+        settled: list[bool] = []
+        library = Library(status=lambda batch: int(finished.is_set()))
+        async with engine_of(library) as engine:
+            with pytest.raises(UpstreamTimeout):
+                await engine.write("s:1", ITEM, deadline_s=0.05, on_settled=lambda: settled.append(True))
+            early = list(settled)
+            finished.set()
+            await wait_until(lambda: settled == [True], "the source is free")
+
+        assert early == []
+
+    async def test_closing_frees_all_sources(self) -> None:
+        """When the engine is gone nothing reads any source, and no caller is left waiting."""
+        engine = TransferEngine(host="10.0.0.5", load=lambda: Library(status=lambda batch: 0))
+        write = engine.submit("s:1", ITEM)
+        await wait_until(lambda: engine._writer._running != {}, "the write is under way")
+        await engine.close()
+
+        assert write.settled.done()
+        assert not write.outcome.result()
+
+    async def test_a_failed_write_never_becomes_a_success(self) -> None:
+        """While pieces end on one thread and callers give up on another, a failure stays one (hazard 28)."""
+        library = Library(status=lambda batch: -1 if batch % 2 else 1)
+        two_pieces = [Piece(0, 0, 10), Piece(100, 100, 10)]
+        async with engine_of(library) as engine:
+            writes = [engine.submit(f"s:{number}", two_pieces) for number in range(300)]
+            for write in writes[::3]:
+                engine.withdraw(write)
+                await asyncio.sleep(0)
+            await asyncio.wait({write.settled for write in writes})
+
+        failed = {session for session, *_ in library.writes[::2]}
+        outcomes = {f"s:{number}": write.outcome.result() for number, write in enumerate(writes)}
+        assert not any(outcomes[session] for session in failed)
+        assert not any(write.outcome.result() for write in writes[::3])
+
+    async def test_an_exception_in_the_library_is_survived(self) -> None:
+        """An exception out of Mooncake is logged, and later writes go on."""
+        faults = iter([True])
+
+        def status(batch: int) -> int:
+            if next(faults, False):
+                raise RuntimeError("from the library")
+            return 1
+
+        async with engine_of(Library(status=status)) as engine:
+            await engine.write("s:1", ITEM, deadline_s=5, on_settled=lambda: None)
+
+
+class TestContact:
+    """First contact cannot hold up anybody (hazard 17)."""
+
+    async def test_an_unreachable_session_fails_at_once(self) -> None:
+        """A refused probe fails the write without one being submitted."""
+        library = Library(probe=lambda session: -102)
+        async with engine_of(library) as engine:
+            with pytest.raises(TransferFailed):
+                await engine.write("s:1", ITEM, deadline_s=5, on_settled=lambda: None)
+
+        assert library.writes == []
+
+    async def test_a_hanging_probe_delays_nobody_else(self) -> None:
+        """While one peer's probe hangs, writes to another go through; the hanging one fails in time."""
+        hanging = threading.Event()
+
+        def probe(session: str) -> int:
+            if session == "hung:1":
+                hanging.wait(30)
+            return 0
+
+        async with engine_of(Library(probe=probe)) as engine:
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            hung = asyncio.create_task(engine.write("hung:1", ITEM, deadline_s=10, on_settled=lambda: None))
+            for _ in range(20):
+                await engine.write("good:1", ITEM, deadline_s=5, on_settled=lambda: None)
+            took = loop.time() - began
+            with pytest.raises(TransferFailed):
+                await hung
+            until_failed = loop.time() - began
+            again = engine.write("hung:1", ITEM, deadline_s=10, on_settled=lambda: None)
+            with pytest.raises(TransferFailed):
+                await again
+            threads = [t.name for t in threading.enumerate()].count("mooncake-probe")
+            hanging.set()
+
+        assert took < 1
+        assert PROBE_TIMEOUT_S - 0.1 < until_failed < PROBE_TIMEOUT_S + 1.5
+        assert threads == 1
