@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,20 @@ Failures = AsyncIterator[str]
 
 
 async def _log(world: World, words: Mapping[str, Any]) -> Failures:
+    """Judge the log; a line that should be there may come a moment after the answer it is about."""
+
+    async def problems() -> list[str]:
+        return list(_log_problems(world, words))
+
+    async def holds() -> bool:
+        return not await problems()
+
+    if not await _settles(holds, 0 if words["log"] in ("absent", "lines_printable") else PATIENCE_S):
+        for problem in await problems():
+            yield problem
+
+
+def _log_problems(world: World, words: Mapping[str, Any]) -> Iterator[str]:
     logs, kind = world.logs, words["log"]
     texts = as_list(world.placeholders.expand(words.get("text", "")))
     if kind == "absent":
@@ -32,9 +46,7 @@ async def _log(world: World, words: Mapping[str, Any]) -> Failures:
             if lines:
                 yield f"the log has {text!r}: {cut(lines[0])}"
     elif kind == "contains":
-        for text in texts:
-            if text not in logs:
-                yield f"the log lacks {text!r}"
+        yield from (f"the log lacks {text!r}" for text in texts if text not in logs)
     elif kind == "count":
         found = _count_lines(world, logs, texts[0], words.get("instance"))
         most, exact = words.get("max"), words.get("equals")
