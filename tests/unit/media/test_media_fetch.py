@@ -114,6 +114,19 @@ async def test_name_that_resolves_to_an_inner_address_is_not_connected_to(
     assert served.requests == []
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::ffff:127.0.0.1]", "127.1", "2130706433"])
+async def test_inner_address_in_the_url_is_not_connected_to(
+    origin: tuple[Origin, int], fetcher: Build, host: str
+) -> None:
+    """An address in the URL, which is never looked up, is refused like a name that leads there."""
+    served, port = origin
+
+    with pytest.raises(MediaUnavailable):
+        await fetcher().fetch(f"http://{host}:{port}/ok")
+
+    assert served.requests == []
+
+
 async def test_name_that_changes_its_address_gains_nothing(
     origin: tuple[Origin, int], fetcher: Build
 ) -> None:
