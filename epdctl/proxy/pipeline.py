@@ -144,7 +144,12 @@ class Pipeline:
 
     async def _relay(self, leg: DecodeLeg, delivery: Delivery) -> Delivered:
         delivery.begin_stream(leg.status, leg.headers)
-        await leg.relay(delivery, idle_s=self._idle_s)
+        try:
+            await leg.relay(delivery, idle_s=self._idle_s)
+        except StageFailed:
+            # Lost after [DONE]: the client has all of its answer.
+            if not delivery.is_finished:
+                raise
         if not delivery.is_finished:
             error = UpstreamProtocol("the decode instance ended its stream early")
             raise StageFailed(Stage.DECODE, FailureKind.PROTOCOL, error, url=leg.url)
