@@ -94,7 +94,7 @@ def _body_contains(subject: Results, wanted: Any) -> Iterator[str]:
 
 
 def _body_not_contains(subject: Results, banned: Any) -> Iterator[str]:
-    for part in as_list(subject.world.placeholders.expand(banned)):
+    for part in as_list(banned):
         yield from each_result(subject, lambda r, p=part: f"body has {p!r}" if p in r.text else None)
 
 

@@ -39,7 +39,7 @@ async def _log(world: World, words: Mapping[str, Any]) -> Failures:
 
 def _log_problems(world: World, words: Mapping[str, Any]) -> Iterator[str]:
     logs, kind = world.logs, words["log"]
-    texts = as_list(world.placeholders.expand(words.get("text", "")))
+    texts = as_list(words.get("text", ""))
     if kind == "absent":
         for text in texts:
             lines = [line for line in logs.splitlines() if text in line]
@@ -53,8 +53,7 @@ def _log_problems(world: World, words: Mapping[str, Any]) -> Iterator[str]:
         if (most is not None and found > most) or (exact is not None and found != exact):
             yield f"the log has {found} lines with {texts[0]!r}"
     elif kind == "json_line":
-        where = world.placeholders.expand(words.get("where") or {})
-        problem = _json_line(logs, where, words.get("has") or [])
+        problem = _json_line(logs, words.get("where") or {}, words.get("has") or [])
         if problem is not None:
             yield problem
     elif kind == "lines_printable":
@@ -187,7 +186,7 @@ async def _pairing(world: World, words: Mapping[str, Any]) -> Failures:
         return
     groups = {entry["name"]: (entry.get("labels") or {}).get("group") for entry in world.case.instances}
     for request_id, names in _stubs_by_request(world).items():
-        used = {groups[name] for name in names}
+        used = {groups[name] for name in names} - {None}
         if len(used) > 1:
             yield f"request {request_id} was served by {sorted(names)} of the groups {used}"
 
@@ -277,7 +276,7 @@ async def _process(world: World, words: Mapping[str, Any]) -> Failures:
 
 
 async def _path_absent(world: World, words: Mapping[str, Any]) -> Failures:
-    path = Path(world.placeholders.string(words["path_absent"]))
+    path = Path(words["path_absent"])
     if await asyncio.to_thread(path.exists):
         yield f"{words['path_absent']} exists"
 

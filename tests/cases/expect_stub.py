@@ -135,12 +135,12 @@ def _body_absent_or(subject: Calls, allowed: Mapping[str, list[Any]]) -> Iterato
 
 
 def _body_not_contains(subject: Calls, banned: Any) -> Iterator[str]:
-    for part in as_list(subject.world.placeholders.expand(banned)):
+    for part in as_list(banned):
         yield from _each(subject, lambda c, p=part: f"body has {p!r}" if p.encode() in c.body else None)
 
 
 def _body_contains(subject: Calls, wanted: Any) -> Iterator[str]:
-    for part in as_list(subject.world.placeholders.expand(wanted)):
+    for part in as_list(wanted):
         yield from _each(subject, lambda c, p=part: None if p.encode() in c.body else f"body lacks {p!r}")
 
 

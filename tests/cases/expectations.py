@@ -18,7 +18,7 @@ async def check_all(world: World) -> list[str]:
     """Return the failures of all of a case's expectations."""
     failures: list[str] = []
     for number, words in enumerate(world.case.expectations):
-        found = await check_one(world, words)
+        found = await check_one(world, world.placeholders.expand(dict(words)))
         failures += [f"expect[{number}] {dict(words)}: {failure}" for failure in found]
     return failures
 

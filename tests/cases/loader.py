@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-OWN_FOLDER = Path(__file__).parent / "data"
+DATA_FOLDER = Path(__file__).parent / "data"
+OWN_FOLDER = Path(__file__).parent / "own"
 RUN_HERE = frozenset({"proxy", "config", "proxy+worker"})
 OTHER_PARTS: Mapping[str, str] = {
     "worker": "the encode worker over HTTP: run with the bundled worker, not with the proxy",
@@ -81,5 +82,5 @@ def _number(case_id: str) -> int:
 
 def picture_folders(folder: Path) -> tuple[Path, ...]:
     """Return where pictures are looked for: the folder's own first, then ours."""
-    folders = (folder / "images", OWN_FOLDER / "images")
+    folders = (folder / "images", DATA_FOLDER / "images")
     return tuple(dict.fromkeys(path for path in folders if path.is_dir()))

@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 
 from tests.cases.judged import JUDGED
-from tests.cases.loader import OTHER_PARTS, OWN_FOLDER, RUN_HERE, Case, load_folder
+from tests.cases.loader import DATA_FOLDER, OTHER_PARTS, OWN_FOLDER, RUN_HERE, Case, load_folder
 from tests.cases.runner import run_case
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]
 
-CASES_FOLDER = Path(os.environ.get("EPDCTL_CASES_DIR") or OWN_FOLDER)
+_GIVEN = os.environ.get("EPDCTL_CASES_DIR")
+FOLDERS = (Path(_GIVEN),) if _GIVEN else (DATA_FOLDER, OWN_FOLDER)
 
 
 def _parameters() -> list[object]:
-    cases = load_folder(CASES_FOLDER)
+    cases = [case for folder in FOLDERS for case in load_folder(folder)]
     chosen = [case for case in cases if case.target not in OTHER_PARTS and case.id not in JUDGED]
     return [pytest.param(case, id=case.id, marks=_marks(case)) for case in chosen]
 

@@ -358,7 +358,7 @@ class TestProcessChecks:
 
     async def test_pairing_by_group(self, world: World) -> None:
         """Stubs of two groups may not serve one request."""
-        instances = [{"name": n, "role": "decode", "labels": {"group": n}} for n in ("d0", "e0")]
+        instances = [{"name": n, "role": "decode", "labels": {"group": n}} for n in ("d0", "e0", "x0")]
         world.case.raw["setup"] = {"instances": instances}  # type: ignore[index]
         world.stubs["d0"].calls = [call(headers=(("x-request-id", "r:0:ab"),))]
         assert await judged(world, {"pairing": "same group"}) == []

@@ -18,7 +18,16 @@ from tests.cases.expect_process import PROCESS_CHECKS, WORKER_WORDS
 from tests.cases.expect_stub import CONSUMER_CHECKS, STUB_MODIFIERS, UPSTREAM_CHECKS
 from tests.cases.http_client import Request, Result, parse_head, request_head
 from tests.cases.judged import JUDGED
-from tests.cases.loader import OTHER_PARTS, OWN_FOLDER, RUN_HERE, BadCase, Case, load_case, load_folder
+from tests.cases.loader import (
+    DATA_FOLDER,
+    OTHER_PARTS,
+    OWN_FOLDER,
+    RUN_HERE,
+    BadCase,
+    Case,
+    load_case,
+    load_folder,
+)
 from tests.cases.placeholders import Pictures, Placeholders, UnknownPlaceholder, merge, merge_items
 from tests.cases.runner import run_case
 from tests.cases.stalls import Stalls
@@ -120,7 +129,8 @@ class TestVocabulary:
 
     def test_own_cases_use_known_words(self) -> None:
         """No case of the folder uses a word outside the vocabulary."""
-        assert {case.id: unknown_words(case) for case in load_folder(OWN_FOLDER) if unknown_words(case)} == {}
+        cases = [case for folder in (DATA_FOLDER, OWN_FOLDER) for case in load_folder(folder)]
+        assert {case.id: unknown_words(case) for case in cases if unknown_words(case)} == {}
 
 
 class TestAccounting:
@@ -128,8 +138,8 @@ class TestAccounting:
 
     def test_every_case_is_accounted_for(self) -> None:
         """The index, the files and the three lists agree."""
-        index = json.loads((OWN_FOLDER / "INDEX.json").read_text())
-        cases = {case.id: case for case in load_folder(OWN_FOLDER)}
+        index = json.loads((DATA_FOLDER / "INDEX.json").read_text())
+        cases = {case.id: case for case in load_folder(DATA_FOLDER)}
         assert {entry["id"] for entry in index if entry["file"]} == set(cases)
         assert {case.target for case in cases.values()} <= RUN_HERE | set(OTHER_PARTS)
         assert set(JUDGED) <= set(cases)
@@ -137,7 +147,7 @@ class TestAccounting:
     def test_the_rest_is_listed_with_reasons(self) -> None:
         """The README has a row for each case of another part, and for each one judged wrong."""
         rows = README.read_text().splitlines()
-        for case in load_folder(OWN_FOLDER):
+        for case in load_folder(DATA_FOLDER):
             if case.target in OTHER_PARTS:
                 assert f"| {case.id} | {case.target} | {OTHER_PARTS[case.target]} |" in rows
             if case.id in JUDGED:
@@ -154,7 +164,7 @@ class TestPlaceholders:
 
     def filled(self, value: Any, **values: Any) -> Any:
         """Expand a value with the case folder's pictures."""
-        return Placeholders(Pictures((OWN_FOLDER / "images",)), values).expand(value)
+        return Placeholders(Pictures((DATA_FOLDER / "images",)), values).expand(value)
 
     def test_static_tokens(self) -> None:
         """Pictures, base64 and repeats are filled in anywhere in a string, and in keys."""
