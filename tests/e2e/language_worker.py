@@ -111,11 +111,12 @@ class Worker:
             return answer.status, await answer.json()
 
     async def is_idle(self) -> bool:
-        """Whether nothing is in flight and nothing is held: sequences, KV, reservations and pins."""
+        """Whether nothing is in flight and nothing is held: sequences, KV, leases, reservations and pins."""
         held = [
             await self.metric("epdctl_in_flight"),
             await self.metric("epdctl_sequences"),
             await self.metric("epdctl_kv_bytes", state="used"),
+            await self.metric("epdctl_kv_bytes", state="pinned"),
             await self.metric("epdctl_arena_bytes", state="used"),
             await self.metric("epdctl_arena_bytes", state="pinned"),
         ]
@@ -139,10 +140,11 @@ async def language_worker(
 ) -> AsyncIterator[Worker]:
     """Run a worker for the time of the context; it is ready when the context is entered."""
     port, *ec_ports = free_ports(1 + replicas)
+    ec_flags = ("--ec-port", str(ec_ports[0]), "--ec-buffer-bytes", str(16 << 20))
     command = epdctl_command(
         *("worker", role, "--model", str(folder), "--served-model-name", MODEL),
-        *("--host", HOST, "--port", str(port), "--ec-port", str(ec_ports[0])),
-        *("--ec-buffer-bytes", str(16 << 20), "--kv-bytes", str(16 << 20)),
+        *("--host", HOST, "--port", str(port), "--kv-bytes", str(16 << 20)),
+        *(() if role == "decode" else ec_flags),
         *("--data-parallel-size", str(replicas)),
         *flags,
     )
