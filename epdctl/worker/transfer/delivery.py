@@ -77,6 +77,11 @@ class Delivery:
         for rank in self._ranks:
             rank.abort()
 
+    def tasks(self) -> set[asyncio.Task[None]]:
+        """Return the exchanges that are under way."""
+        tasks = {task for rank in self._ranks for task in rank.tasks}
+        return tasks if self._discovery.done() else tasks | {self._discovery}
+
     async def stop(self) -> None:
         """Drop everything under way, for a sender that closes."""
         self._conclude(ShuttingDown("this worker is shutting down"))

@@ -98,7 +98,7 @@ class RankPush:
         self._source: PushSource | None = None
         self._write: EngineWrite | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
         self._started_at = self._loop.time()
         self._over = False
         self._log = structlog.get_logger()
@@ -130,7 +130,7 @@ class RankPush:
         """Drop everything under way; the engine must be closed before the source is reused."""
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._tasks:
+        for task in self.tasks:
             task.cancel()
 
     def _do(self, actions: list[Action]) -> None:
@@ -154,8 +154,8 @@ class RankPush:
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     def _set_timer(self) -> None:
         if self._timer is not None:

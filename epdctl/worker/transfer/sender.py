@@ -66,7 +66,6 @@ class Sender:
         self._consumers: OrderedDict[str, ConsumerLink] = OrderedDict()
         self._open: dict[Delivery, ConsumerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._all_over = asyncio.Event()
         self._closed = False
 
     async def push(self, item: PushItem) -> PushResult:
@@ -107,21 +106,22 @@ class Sender:
         self._closed = True
         for delivery in list(self._open):
             delivery.abort()
-        await self._wait_until_over()
+        await self._wait_until_told()
         for delivery in list(self._open):
             await delivery.stop()
         for consumer in self._consumers.values():
             await consumer.close()
         self._context.destroy(linger=0)
 
-    async def _wait_until_over(self) -> None:
-        self._all_over.clear()
-        try:
-            async with asyncio.timeout(CLOSE_GRACE_S):
-                if self._open:
-                    await self._all_over.wait()
-        except TimeoutError:
-            return
+    async def _wait_until_told(self) -> None:
+        """Let the exchanges that the aborts have started end, but not what only waits for time to pass."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + CLOSE_GRACE_S
+        while loop.time() < deadline:
+            tasks = {task for delivery in self._open for task in delivery.tasks()}
+            if not tasks:
+                return
+            await asyncio.wait(tasks, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED)
 
     def _consumer(self, address: str) -> ConsumerLink:
         consumer = self._consumers.get(address)
@@ -147,5 +147,3 @@ class Sender:
 
     def _over(self, delivery: Delivery) -> None:
         self._open.pop(delivery, None)
-        if not self._open:
-            self._all_over.set()

@@ -597,7 +597,8 @@ class TestBounds:
                 table.all.release(table.take(f"t{number}", f"h{number}"))
             table.now += 0.01
             table.all.collect()
-            sizes.append(sum(table.all.counts().values()) + len(table.all.items))
+            if number % 1000 == 999:
+                sizes.append(sum(table.all.counts().values()) + len(table.all.items))
 
         assert max(sizes) <= 50 + 1 + len(table.all.items)
         assert len(table.all._ledger._due) < 40_000
