@@ -25,7 +25,7 @@ import zmq.asyncio
 from aiohttp import web
 
 from epdctl import __version__
-from epdctl.errors import ShuttingDown
+from epdctl.errors import ShuttingDown, UnsupportedEndpoint
 from epdctl.http_errors import REQUEST_ID, Handler, error_middleware, error_response
 from epdctl.metrics import CONTENT_TYPE, WorkerMetrics
 from epdctl.wire import encode_json
@@ -109,7 +109,7 @@ def _json(body: object, status: int = 200) -> web.Response:
 
 
 def add_common_routes(app: web.Application, edge: WorkerEdge) -> None:
-    """Add `/health`, `/v1/models`, `/version` and `/metrics`."""
+    """Add `/health`, `/v1/models`, `/version` and `/metrics`; other `/v1/` paths are 501."""
     created = int(time.time())
 
     async def health(_: web.Request) -> web.Response:
@@ -142,6 +142,11 @@ def add_common_routes(app: web.Application, edge: WorkerEdge) -> None:
         text = render(merge([snapshot(edge.metrics.registry), *engines]))
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
+    async def unsupported(_: web.Request) -> web.Response:
+        raise UnsupportedEndpoint("this worker does not serve this endpoint")
+
+    # A specific path is found before this one, whatever the order they are added in.
+    app.router.add_route("*", "/v1/{tail:.*}", unsupported)
     app.router.add_get("/health", health)
     app.router.add_get("/v1/models", models)
     app.router.add_get("/version", version)

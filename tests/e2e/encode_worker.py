@@ -44,6 +44,13 @@ def picture(colour: tuple[int, int, int] = (200, 30, 30), size: tuple[int, int] 
     return out.getvalue()
 
 
+def solid(colour: tuple[int, int, int], size: tuple[int, int]) -> bytes:
+    """Return a PNG of one colour."""
+    out = io.BytesIO()
+    Image.new("RGB", size, colour).save(out, "PNG")
+    return out.getvalue()
+
+
 def part(data: bytes, name: str | None = None) -> dict[str, Any]:
     """Return the content part of a picture, named `name`."""
     url = "data:image/png;base64," + base64.b64encode(data).decode()

@@ -20,6 +20,7 @@ from tests.e2e.encode_worker import (
     open_consumer,
     part,
     picture,
+    solid,
     start_worker,
 )
 from tests.stubs.process import wait_until
@@ -146,6 +147,21 @@ async def test_one_name_for_two_pictures_mixes_nothing(
             expected = truth.rows(data)
             rows = await fresh.rows(transfer_id, "same", (expected.shape[0], expected.shape[1]))
         assert torch.equal(rows, expected)
+
+
+async def test_one_colour_in_two_shapes_is_two_embeddings(
+    worker: EncodeWorker, consumer: Consumer, truth: Truth
+) -> None:
+    """Solid pictures of 2:1 and 1:2 of one colour, back to back: each gives the rows of its own shape."""
+    for name, size in (("wide", (168, 84)), ("tall", (84, 168))):
+        data = solid((77, 77, 200), size)
+        transfer_id = new_id()
+        reply = await worker.encode(part(data, name), consumer=consumer.address, transfer_ids=[transfer_id])
+        expected = truth.rows(data)
+        rows = await consumer.rows(transfer_id, name, (expected.shape[0], expected.shape[1]))
+        assert torch.equal(rows, expected)
+        _, height, width = reply.items[name]["metadata"]["image_grid_thw"]
+        assert (width > height) is (name == "wide")
 
 
 async def test_options_change_the_rows_and_the_key(
@@ -278,6 +294,27 @@ async def test_other_model_names_and_bodies_are_refused(worker: EncodeWorker) ->
 
     assert (wrong.status, wrong.code) == (404, "model_not_found")
     assert (answer.status, body["error"]["code"]) == (400, "invalid_request")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/embeddings"),
+        ("POST", "/start_profile"),
+        ("POST", "/pause"),
+        ("POST", "/update_weights"),
+        ("DELETE", "/instances"),
+        ("GET", "/no/such/path"),
+    ],
+)
+async def test_other_verbs_are_refused_and_harm_nothing(worker: EncodeWorker, method: str, path: str) -> None:
+    """What an encode worker does not serve is 501 `unsupported_endpoint`, and it goes on serving."""
+    async with aiohttp.ClientSession() as session, session.request(method, worker.url + path) as answer:
+        body = await answer.json()
+
+    assert (answer.status, body["error"]["code"]) == (501, "unsupported_endpoint")
+    assert (await worker.encode(part(RED))).status == 200
 
 
 async def test_models_and_version_are_listed(worker: EncodeWorker) -> None:

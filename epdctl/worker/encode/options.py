@@ -6,8 +6,9 @@
 `mm_processor_kwargs` may hold `min_pixels`, `max_pixels` and `size` with `shortest_edge` and `longest_edge`
 (all pixel counts of the resized picture, as transformers' Qwen image processors understand them), at the
 top or under `images_kwargs`. `media_io_kwargs` may hold `image` with `image_mode` "RGB" and
-`rgba_background_color`. Anything else is refused by name: an option that is silently ignored would give
-another embedding than the consumer expects.
+`rgba_background_color`. Options that name another modality do nothing to a picture and are passed over.
+Anything else is refused by name: an option that is silently ignored would give another embedding than the
+consumer expects.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 
 from epdctl.errors import InvalidRequest
 
+_OTHER_KWARGS = frozenset({"videos_kwargs", "audio_kwargs"})
+_OTHER_MEDIA = frozenset({"video", "audio"})
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 WHITE = (255, 255, 255)
 
@@ -67,7 +70,7 @@ def _edges(processor: Mapping[str, Any]) -> dict[str, int]:
             edges |= _size(_mapping(value, param))
         elif name == "images_kwargs":
             edges |= _edges(_mapping(value, param))
-        else:
+        elif name not in _OTHER_KWARGS:
             served = "min_pixels, max_pixels, size, images_kwargs"
             raise InvalidRequest(f"option '{name}' is not served (served: {served})", param=param)
     return edges
@@ -89,7 +92,7 @@ def _pixels(value: Any, param: str) -> int:
 
 def _background(media: Mapping[str, Any]) -> tuple[int, int, int]:
     for name in media:
-        if name != "image":
+        if name != "image" and name not in _OTHER_MEDIA:
             raise InvalidRequest(f"'{name}' is not served (served: image)", param=f"media_io_kwargs.{name}")
     image = _mapping(media.get("image"), "media_io_kwargs.image")
     for name, value in image.items():

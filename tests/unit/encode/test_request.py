@@ -144,6 +144,8 @@ def test_part_that_cannot_be_encoded_is_refused(part: dict[str, Any], kind: type
     [
         ({}, ItemOptions()),
         ({"mm_processor_kwargs": None, "media_io_kwargs": None}, ItemOptions()),
+        ({"mm_processor_kwargs": {"videos_kwargs": {"fps": 2}}}, ItemOptions()),
+        ({"media_io_kwargs": {"video": {"num_frames": 4}, "audio": {}}}, ItemOptions()),
         (
             {"mm_processor_kwargs": {"min_pixels": 4, "max_pixels": 9}},
             ItemOptions(min_pixels=4, max_pixels=9),
@@ -174,7 +176,7 @@ def test_options_that_are_served(body: dict[str, Any], expected: ItemOptions) ->
         ({"mm_processor_kwargs": {"max_pixels": 0}}, "mm_processor_kwargs.max_pixels"),
         ({"mm_processor_kwargs": {"size": {"height": 3}}}, "mm_processor_kwargs.size.height"),
         ({"mm_processor_kwargs": {"min_pixels": 9, "max_pixels": 4}}, "mm_processor_kwargs"),
-        ({"media_io_kwargs": {"video": {}}}, "media_io_kwargs.video"),
+        ({"media_io_kwargs": {"smell": {}}}, "media_io_kwargs.smell"),
         ({"media_io_kwargs": {"image": {"x": 1}}}, "media_io_kwargs.image.x"),
         ({"media_io_kwargs": {"image": {"image_mode": "L"}}}, "media_io_kwargs.image.image_mode"),
         (
