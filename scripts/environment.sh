@@ -13,9 +13,10 @@ SYSTEM_LIBRARIES=(libibverbs1 librdmacm1 libnuma1)
 say() { printf '%s\n' "$*" >&2; }
 
 missing_libraries() {
-  local name
+  local name known
+  known=$(ldconfig -p) # not piped: grep -q ends at its match, and pipefail would take ldconfig's SIGPIPE for "missing"
   for name in libibverbs.so.1 librdmacm.so.1 libnuma.so.1; do
-    ldconfig -p | grep -q "$name" || { echo "$name"; return; }
+    grep -q "$name" <<<"$known" || { echo "$name"; return; }
   done
 }
 
