@@ -297,23 +297,26 @@ async def test_other_model_names_and_bodies_are_refused(worker: EncodeWorker) ->
 
 
 @pytest.mark.parametrize(
-    ("method", "path"),
+    ("method", "path", "status"),
     [
-        ("POST", "/v1/completions"),
-        ("POST", "/v1/embeddings"),
-        ("POST", "/start_profile"),
-        ("POST", "/pause"),
-        ("POST", "/update_weights"),
-        ("DELETE", "/instances"),
-        ("GET", "/no/such/path"),
+        ("POST", "/v1/completions", 501),
+        ("POST", "/v1/embeddings", 501),
+        ("POST", "/v1/models", 501),
+        ("GET", "/v1/chat/completions", 501),
+        ("POST", "/start_profile", 404),
+        ("POST", "/pause", 404),
+        ("DELETE", "/instances", 404),
     ],
 )
-async def test_other_verbs_are_refused_and_harm_nothing(worker: EncodeWorker, method: str, path: str) -> None:
-    """What an encode worker does not serve is 501 `unsupported_endpoint`, and it goes on serving."""
+async def test_other_verbs_are_refused_and_harm_nothing(
+    worker: EncodeWorker, method: str, path: str, status: int
+) -> None:
+    """Endpoints of `/v1/` that an encode worker does not serve are 501, others 404; it goes on serving."""
     async with aiohttp.ClientSession() as session, session.request(method, worker.url + path) as answer:
         body = await answer.json()
 
-    assert (answer.status, body["error"]["code"]) == (501, "unsupported_endpoint")
+    assert answer.status == status
+    assert body["error"]["code"] == ("unsupported_endpoint" if status == 501 else "invalid_request")
     assert (await worker.encode(part(RED))).status == 200
 
 
