@@ -24,6 +24,7 @@ PICTURE = (
 )
 ADMIN_KEY = "e2e-admin-key"
 QUIET = ("--drain-delay", "0", "--probe-interval", "30", "--fail-threshold", "1000")
+DYNAMIC = ("--dynamic-registration", "--store", "memory")
 START_TIMEOUT_S = 30.0
 
 
@@ -75,7 +76,9 @@ class ProxyWorld:
         stubs: Mapping[str, StubInstance],
         consumer: StubConsumer | None,
         flags: Sequence[str],
+        register: Mapping[str, Mapping[str, Any]] | None,
     ) -> None:
+        self._register = register
         self.stubs = dict(stubs)
         self.consumer = consumer
         self.port = free_port()
@@ -90,19 +93,25 @@ class ProxyWorld:
 
     async def start(self, env: Mapping[str, str | None] | None = None) -> None:
         """Start the proxy and wait until it is ready to serve pictures."""
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60))
+        # A connection for each request: an early answer would leave a pooled one half used.
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=60), connector=aiohttp.TCPConnector(force_close=True, limit=0)
+        )
+        fleet = self._static_flags() if self._register is None else DYNAMIC
         command = epdctl_command(
-            "serve",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-            *self._static_flags(),
-            *QUIET,
-            *self._flags,
+            *("serve", "--host", "127.0.0.1", "--port", str(self.port)), *fleet, *QUIET, *self._flags
         )
         environment = {"ADMIN_API_KEY": ADMIN_KEY, **(env or {})}
         self.process = start_process(command, self._folder, f"proxy-{self.port}", env=environment)
+        if self._register is not None:
+            await self.process.wait_until(self.is_alive, "proxy alive", START_TIMEOUT_S)
+            for name, fields in self._register.items():
+                stub = self.stubs[name]
+                body = {"role": stub.role.value, "url": stub.url, **fields}
+                answer = await self.ask(
+                    "POST", "/instances", json_body=body, headers={"X-API-Key": ADMIN_KEY}
+                )
+                assert answer.status == 200, answer.body
         await self.process.wait_until(self.is_ready, "proxy ready", START_TIMEOUT_S)
 
     async def stop(self) -> None:
@@ -131,8 +140,15 @@ class ProxyWorld:
 
     async def is_ready(self) -> bool:
         """Say whether `/ready` answers 200."""
+        return await self._answers("/ready")
+
+    async def is_alive(self) -> bool:
+        """Say whether `/health` answers 200."""
+        return await self._answers("/health")
+
+    async def _answers(self, path: str) -> bool:
         try:
-            return (await self.ask("GET", "/ready")).status == 200
+            return (await self.ask("GET", path)).status == 200
         except (aiohttp.ClientError, OSError):
             return False
 
@@ -142,7 +158,7 @@ class ProxyWorld:
         path: str,
         *,
         json_body: Any = None,
-        data: bytes | None = None,
+        data: Any = None,
         headers: Mapping[str, str] | None = None,
     ) -> Reply:
         """Send one request and return what came, whole or not."""
@@ -163,7 +179,7 @@ class ProxyWorld:
         """Send one chat request."""
         return await self.ask("POST", CHAT, json_body=body, headers=headers)
 
-    async def metric(self, name: str, **labels: str) -> float:
+    async def metric(self, name: str, /, **labels: str) -> float:
         """Return the sum of a metric's samples that carry `labels`."""
         text = (await self.ask("GET", "/metrics")).body.decode()
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
@@ -227,13 +243,17 @@ async def proxy_world(
     with_consumer: bool = False,
     env: Mapping[str, str | None] | None = None,
     behaviours: Mapping[str, Mapping[str, Any]] | None = None,
+    register: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> AsyncIterator[ProxyWorld]:
-    """Run a proxy with a stub for each name in `roles`, and an EC consumer when asked for."""
+    """Run a proxy with a stub for each name in `roles`, and an EC consumer when asked for.
+
+    The stubs are static instances, or, with `register`, registered with those fields.
+    """
     consumer = StubConsumer() if with_consumer else None
     stubs = {
         name: StubInstance(role, (behaviours or {}).get(name), name=name) for name, role in roles.items()
     }
-    world = ProxyWorld(folder, stubs, consumer, flags)
+    world = ProxyWorld(folder, stubs, consumer, flags, register)
     try:
         if consumer is not None:
             await consumer.start()
