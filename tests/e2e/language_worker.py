@@ -161,6 +161,13 @@ async def language_worker(
         process.close()
 
 
+def engine_pids(worker: Worker) -> list[int]:
+    """Return the worker's engine processes, in the order of its replicas."""
+    pid = worker.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return sorted(int(child) for child in children)
+
+
 async def _is_healthy(worker: Worker) -> bool:
     try:
         status, _ = await worker.health()

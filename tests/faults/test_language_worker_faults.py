@@ -17,7 +17,15 @@ import pytest_asyncio
 import zmq
 import zmq.asyncio
 
-from tests.e2e.language_worker import HOST, MODEL, Producer, Worker, language_worker, parse_event
+from tests.e2e.language_worker import (
+    HOST,
+    MODEL,
+    Producer,
+    Worker,
+    engine_pids,
+    language_worker,
+    parse_event,
+)
 from tests.e2e.tiny_pictures import (
     COLOUR_QUESTION,
     LONG_QUESTION,
@@ -52,12 +60,6 @@ async def producer() -> AsyncIterator[Producer]:
 def text(question: str) -> list[Message]:
     """Return a conversation without pictures."""
     return [{"role": "user", "content": question}]
-
-
-def engine_pids(worker: Worker) -> list[int]:
-    """Return the worker's engine processes."""
-    pid = worker.process.pid
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 class Stream:

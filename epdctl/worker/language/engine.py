@@ -129,7 +129,7 @@ class LanguageEngine:
         """Take nothing new, let what was accepted end within `grace_s`, fail the rest, free everything."""
         self._stopping = True
         deadline = asyncio.get_running_loop().time() + grace_s
-        while len(self._intake) or len(self._loop):
+        while len(self._intake) or len(self._loop) or self._exchange.held:
             if asyncio.get_running_loop().time() >= deadline:
                 break
             await asyncio.sleep(_DRAIN_POLL_S)

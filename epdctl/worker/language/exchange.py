@@ -68,6 +68,11 @@ class Exchange:
         """The control address that encoders are given, if embeddings are received."""
         return None if self.consumer is None else self.consumer.receiver.consumer_zmq
 
+    @property
+    def held(self) -> int:
+        """Finished prompts that a decode may still come for."""
+        return 0 if self._server is None else len(self._server)
+
     def hold(self, request_id: str, region: KvRegion, token_ids: Sequence[int]) -> KvTicket:
         """Keep a finished prompt's KV; return the ticket for it."""
         assert self._server is not None, "only a prefill engine holds KV"

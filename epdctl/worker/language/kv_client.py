@@ -7,6 +7,7 @@ here: `KvUnreachable` when nothing was asked, `KvUndelivered` when nobody knows 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -29,6 +30,10 @@ _RELEASE_S = 2.0
 
 class KvUnreachable(Exception):
     """Nobody listens at the prefill's KV address: nothing was asked, so nothing will be written."""
+
+
+class _PeerLost(Exception):
+    """The connection was lost before the answer."""
 
 
 class KvClient:
@@ -56,6 +61,8 @@ class KvClient:
             raise KvUndelivered(
                 f"the prefill worker did not hand over its KV within {deadline_s:g} s"
             ) from error
+        except _PeerLost as error:
+            raise KvUndelivered("the prefill worker went away while it handed over its KV") from error
         except (zmq.ZMQError, BadKvMessage) as error:
             raise KvUndelivered("the prefill worker's KV socket gave no usable answer") from error
 
@@ -65,7 +72,7 @@ class KvClient:
             async with asyncio.timeout(_RELEASE_S):
                 await self._knock(address)
                 await self._exchange(address, encode_request(Release(kv_id=kv_id)))
-        except (TimeoutError, KvUnreachable, zmq.ZMQError):
+        except (TimeoutError, KvUnreachable, _PeerLost, zmq.ZMQError):
             return
 
     async def _knock(self, address: ControlAddress) -> None:
@@ -78,12 +85,24 @@ class KvClient:
         writer.close()
 
     async def _exchange(self, address: ControlAddress, body: bytes) -> bytes:
+        """Send and receive; a peer that goes away meanwhile ends the wait at once."""
         socket = self._context.socket(zmq.REQ)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.LINGER, 0)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+        waits: list[asyncio.Future[Any]] = []
         try:
-            socket.setsockopt(zmq.IPV6, 1)
-            socket.setsockopt(zmq.LINGER, 0)
             socket.connect(str(address))
             await socket.send(body)
-            return bytes(await socket.recv())
+            waits = [asyncio.ensure_future(socket.recv()), asyncio.ensure_future(monitor.recv_multipart())]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if not waits[0].done():
+                raise _PeerLost
+            return bytes(waits[0].result())
         finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+            socket.disable_monitor()
+            monitor.close(linger=0)
             socket.close(linger=0)

@@ -76,6 +76,10 @@ class KvServer:
         self._ticker: asyncio.Task[None] | None = None
         self._log = structlog.get_logger()
 
+    def __len__(self) -> int:
+        """Prompts whose KV is held."""
+        return len(self._holds)
+
     def start(self) -> None:
         """Bind the socket and start the lease timer; raises OSError when the port is taken."""
         self._listener.open()
