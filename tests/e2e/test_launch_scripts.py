@@ -62,7 +62,9 @@ async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
         await process.stop(grace_s=20)
 
 
-@pytest.mark.parametrize("registration", ["1", "0"], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    "registration", ["1", pytest.param("0", marks=pytest.mark.full)], ids=["dynamic", "static"]
+)
 @pytest.mark.parametrize("script", PORTS)
 async def test_a_local_picture_is_answered(launch: Launch, script: str, registration: str) -> None:
     """From nothing to the answer about a file:// picture, the only line on stdout; nothing stays behind."""
