@@ -119,6 +119,6 @@ def chunk_bytes(piece: bytes) -> bytes:
 def reset_connection(writer: asyncio.StreamWriter) -> None:
     """Close with a TCP reset rather than an end of stream."""
     raw = writer.get_extra_info("socket")
-    if raw is not None:
+    if raw is not None and raw.fileno() >= 0:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
