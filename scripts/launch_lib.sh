@@ -114,7 +114,7 @@ wait_healthy() { # INDEX
       exit 1
     fi
     ((SECONDS < TIMEOUT_SECONDS)) || fail "$name was not healthy within $TIMEOUT_SECONDS s; see $LOG_PATH/$name.log"
-    if ((SECONDS - told >= 5)); then
+    if ((SECONDS - told >= 10)); then
       told=$SECONDS
       say "$name: not healthy yet ($SECONDS s)"
     fi
