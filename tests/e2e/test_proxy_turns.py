@@ -6,25 +6,20 @@ The proxy runs inside the test, with transports that count, because nothing outs
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 import uvloop
-from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from epdctl.app import build_app
-from epdctl.config.serve import ServeSettings
 from epdctl.proxy import naming
 from epdctl.proxy.connection import Connection
 from epdctl.proxy.cut import Body, body_length
 from epdctl.proxy.keys import digest
+from tests.e2e.proxy_inside import CHAT, post, proxy_inside
 from tests.stubs.instance import StubInstance
-from tests.stubs.process import wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -99,40 +94,6 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
     return it
 
 
-@contextlib.asynccontextmanager
-async def proxy_in_process(encode: StubInstance, decode: StubInstance) -> AsyncIterator[int]:
-    """Serve the proxy's application in this loop and give its port."""
-    settings = ServeSettings(encode_servers_urls=encode.url, decode_servers_urls=decode.url)
-    runner = web.AppRunner(build_app(settings), handler_cancellation=True, access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
-
-
-async def post(port: int, path: str, body: Any) -> bytes:
-    """Send one request and return all that comes back."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 26)
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
-    writer.write(head.encode() + data)
-    answer = await reader.read()
-    writer.close()
-    return answer
-
-
-async def is_ready(port: int) -> bool:
-    """Say whether the proxy serves."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-    answer = await reader.read()
-    writer.close()
-    return answer.startswith(b"HTTP/1.1 200")
-
-
 async def a_large_request(counts: Counts) -> None:
     """Send pictures of 8 MB and answers of megabytes through the proxy."""
     large = {"choices": [{"message": {"content": "x" * 3_000_000}}]}
@@ -140,19 +101,18 @@ async def a_large_request(counts: Counts) -> None:
     async with (
         StubInstance("encode") as encode,
         StubInstance("prefill_decode") as decode,
-        proxy_in_process(encode, decode) as port,
+        proxy_inside(encode, decode) as port,
     ):
-        await wait_until(lambda: is_ready(port), "the proxy is ready")
         url = "data:image/png;base64," + "A" * PICTURE_BYTES
         part = {"type": "image_url", "image_url": {"url": url}}
         body = {"model": "m", "messages": [{"role": "user", "content": [part]}]}
         await decode.set_behaviour({"chat": {"json": large}})
-        answer = await post(port, "/v1/chat/completions", body)
+        answer = await post(port, CHAT, body)
         assert answer.startswith(b"HTTP/1.1 200")
         assert answer.endswith(decode.chats[-1].sent)
         assert encode.chats[-1].json["messages"][0]["content"][0]["image_url"]["url"] == url
         await decode.set_behaviour({"chat": {"sse": [long_line, "data: [DONE]\n\n"]}})
-        assert b"[DONE]" in await post(port, "/v1/chat/completions", body | {"stream": True})
+        assert b"[DONE]" in await post(port, CHAT, body | {"stream": True})
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
