@@ -185,7 +185,7 @@ class Registry:
 
     def _probe_report(self, report: ProbeReport, now: float) -> Iterator[Event]:
         record = self._current(report.url, report.generation)
-        if record is None or record.state is InstanceState.DRAINING:
+        if record is None:
             return
         record.probes[report.outcome] = record.probes.get(report.outcome, 0) + 1
         record.last_probe = LastProbe(

@@ -186,7 +186,12 @@ async def test_a_changed_record_gets_its_own_probe(slow: World) -> None:
     wait = asyncio.create_task(slow.loop.probe_now(E1))
     await asyncio.sleep(0)
 
+    second_gate = slow.prober.hanging[E1] = asyncio.Event()
     gate.set()
+    await slow.until(lambda: slow.prober.probes[E1] == 2, "second probe running")
+    assert not wait.done()
+    assert slow.state() is InstanceState.PENDING
+    second_gate.set()
     await asyncio.wait_for(wait, 5)
 
     assert slow.prober.probes[E1] == 2

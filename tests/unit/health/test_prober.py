@@ -58,8 +58,24 @@ async def test_200_is_healthy(prober: HttpProber) -> None:
 
 @pytest.mark.parametrize("status", [204, 301, 404, 429, 500, 503])
 async def test_any_other_status_is_unhealthy(prober: HttpProber, status: int) -> None:
-    """Every status but 200 is unhealthy and named; a redirect is not followed."""
+    """Every status but 200 is unhealthy and named."""
     assert await ask(prober, {"health": {"status": status}}) == unhealthy(f"status {status}")
+
+
+async def test_a_redirect_is_not_followed(prober: HttpProber) -> None:
+    """An instance that points elsewhere is not healthy because of what is there."""
+
+    async def redirect(request: web.Request) -> web.Response:
+        raise web.HTTPFound("/elsewhere")
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_get("/health", redirect)
+    app.router.add_get("/elsewhere", elsewhere)
+    async with TestServer(app) as server:
+        assert await prober.probe(InstanceUrl(f"http://127.0.0.1:{server.port}")) == unhealthy("status 302")
 
 
 async def test_hanging_is_unhealthy_after_the_timeout(prober: HttpProber) -> None:

@@ -337,7 +337,7 @@ class TestHealthPages:
 
             assert await api.get("/ready") == (200, {"ready": True, "topology": "e_pd", "reason": None})
 
-    async def test_not_ready_while_leaving(self, encoder: StubInstance) -> None:
+    async def test_not_ready_while_leaving(self) -> None:
         """A proxy that is leaving is alive, serves, and is not ready."""
         presence = Presence()
         settings = ServeSettings(dynamic_registration=True, admin_api_key=KEY, store="memory")  # type: ignore[arg-type]

@@ -75,12 +75,12 @@ class TestPowerOfTwo:
     def test_every_pair_comes_up(self) -> None:
         """All draws together compare every ordered pair of different candidates, equally often."""
         members = fleet(4)
-        loads = {m.url: index for index, m in enumerate(members)}
+        loads = {m.url: -index for index, m in enumerate(members)}
         draws = [(n + 0.5) / 12 for n in range(12)]
 
         chosen = Counter(pick("power_of_two", members, loads=loads, draw=d)[0].url for d in draws)
 
-        assert chosen == {members[0].url: 6, members[1].url: 4, members[2].url: 2}
+        assert chosen == {members[3].url: 6, members[2].url: 4, members[1].url: 2}
 
     @given(count=st.integers(1, 9), draw=st.floats(0, 1, exclude_max=True))
     def test_any_draw_is_good(self, count: int, draw: float) -> None:

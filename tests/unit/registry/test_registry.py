@@ -334,6 +334,15 @@ class TestOwnTrouble:
 
         assert kinds(fail(registry, E1, now=14.0)) == ["evicted"]
 
+    def test_who_was_removed_is_no_witness(self) -> None:
+        """Failures of an instance that has left do not hold the evictions of others."""
+        registry = self.fleet((E1, E2, E3))
+        for url in (E1, E2, E3):
+            fail(registry, url, now=10.0)
+        registry.apply(Remove(url=E3), 11.0)
+
+        assert kinds(fail(registry, E1, now=14.0)) == ["evicted"]
+
     def test_those_who_were_down_before_do_not_count(self) -> None:
         """Failures of evicted instances do not make ours look like the culprit."""
         registry = self.fleet((E1, E2, E3))
@@ -514,6 +523,15 @@ class TestRoster:
 
         probe(registry, E1)
         acquire(registry, E1)
+
+        assert registry.roster() is before
+
+    def test_an_instance_that_is_not_ready_changes_nothing(self) -> None:
+        """Routing sees no new roster when something joins that it cannot use yet."""
+        registry = ready(new_registry(), spec(E1), spec(PD1, Role.PREFILL_DECODE))
+        before = registry.roster()
+
+        register(registry, spec(E2))
 
         assert registry.roster() is before
 
