@@ -76,6 +76,14 @@ def test_stops_count_from_min_tokens_on() -> None:
     assert (choice.text, choice.stop_reason) == ("abc", "ab")
 
 
+def test_the_last_of_min_tokens_is_not_the_stop_yet() -> None:
+    """A stop string that is complete with the last of min_tokens tokens is text, the next one is not."""
+    choice = Choice(rules(stops=["c"], min_tokens=3))
+    say(choice, "abcdc", None)
+
+    assert (choice.text, choice.stop_reason) == ("abcd", "c")
+
+
 def test_a_requested_stop_token_is_named() -> None:
     """A token of stop_token_ids is the stop reason; one of the model's own end tokens is not."""
     choice = Choice(rules(stop_token_ids=frozenset({120})))
