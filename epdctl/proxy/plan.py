@@ -191,11 +191,7 @@ def _batches(chosen: Sequence[tuple[ItemDemand, Member]], limit: int) -> tuple[E
 
 def _fit(one: Member, other: Member) -> bool:
     """Say whether two instances may exchange data."""
-    if one.group is not None and other.group is not None and one.group != other.group:
-        return False
-    if one.kv_connector is None or other.kv_connector is None or Role.ENCODE in (one.role, other.role):
-        return True
-    return one.kv_connector == other.kv_connector
+    return one.fits(other)
 
 
 def _avoiding(members: Members, avoid: frozenset[InstanceUrl]) -> Members:

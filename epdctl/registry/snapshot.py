@@ -19,8 +19,8 @@ from epdctl.domain import InstanceUrl, Role, Topology
 class Member:
     """One ready instance.
 
-    `models` None or empty means the instance reported none, so it serves any. `group` is `labels.group`: only
-    members of one group exchange data. `kv_connector` is `labels.kv_connector`.
+    `models` None or empty means the instance reported none, so it serves any. `group` is `labels.group`,
+    `kv_connector` is `labels.kv_connector`: see `fits`.
     """
 
     url: InstanceUrl
@@ -36,6 +36,17 @@ class Member:
     def serves(self, model: str | None) -> bool:
         """Say whether the member serves `model`; None asks for any model."""
         return model is None or not self.models or model in self.models
+
+    def fits(self, other: Member) -> bool:
+        """Say whether the two may exchange data: neither group nor KV connector differ.
+
+        A member that names none fits any. KV connectors say nothing about an encoder.
+        """
+        if self.group is not None and other.group is not None and self.group != other.group:
+            return False
+        if self.kv_connector is None or other.kv_connector is None or Role.ENCODE in (self.role, other.role):
+            return True
+        return self.kv_connector == other.kv_connector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,8 +64,7 @@ class Service:
 def judge_service(members: Sequence[Member], topology: Topology, model: str | None = None) -> Service:
     """Say whether ready `members` can serve `model`, or any model at all when it is None.
 
-    A chain holds only when one transfer group (`labels.group`; without it an instance belongs to the unnamed
-    group) has a ready instance for each of its roles, and all of them serve the model.
+    A chain holds only when its instances all serve the model, and those that exchange data fit each other.
     """
     if topology is Topology.EMPTY:
         return Service(servable=False, reason="no instance is registered")
@@ -76,14 +75,11 @@ def judge_service(members: Sequence[Member], topology: Topology, model: str | No
     if missing:
         of_model = f" of model '{model}'" if model is not None else ""
         return Service(servable=False, reason=f"no ready {' and no ready '.join(missing)} instance{of_model}")
-    if any(
-        _has_chain(members, chain, group, name)
-        for group in _groups(members)
-        for name in _names(members, model)
-    ):
+    if any(_has_chain(members, chain, name) for name in _names(members, model)):
         return Service(servable=True)
     return Service(
-        servable=False, reason="no model has a ready instance of every role within one transfer group"
+        servable=False,
+        reason="no model has a ready instance of every role that fit each other (models, labels)",
     )
 
 
@@ -96,10 +92,6 @@ def _what_is_missing(members: Sequence[Member], word: str) -> str:
     return f"no {' and no '.join(wants)} instance is {word}"
 
 
-def _groups(members: Sequence[Member]) -> set[str | None]:
-    return {member.group for member in members}
-
-
 def _names(members: Sequence[Member], model: str | None) -> set[str | None]:
     if model is not None:
         return {model}
@@ -107,12 +99,16 @@ def _names(members: Sequence[Member], model: str | None) -> set[str | None]:
     return {None, *(name for member in members for name in member.models or ())}
 
 
-def _has_chain(
-    members: Sequence[Member], chain: tuple[Role, ...], group: str | None, name: str | None
-) -> bool:
-    fits = {
-        member.role
-        for member in members
-        if member.group == group and (not member.models if name is None else member.serves(name))
-    }
-    return fits.issuperset(chain)
+def _has_chain(members: Sequence[Member], chain: tuple[Role, ...], name: str | None) -> bool:
+    """Say whether an encoder and a consumer fit, and in E+P+D a decode fits that consumer too."""
+    able = [[m for m in members if m.role is role and _takes(m, name)] for role in chain]
+    encoders, consumers, decodes = able[0], able[1], able[2:]
+    return any(
+        any(encoder.fits(consumer) for encoder in encoders)
+        and all(any(consumer.fits(decode) for decode in stage) for stage in decodes)
+        for consumer in consumers
+    )
+
+
+def _takes(member: Member, name: str | None) -> bool:
+    return not member.models if name is None else member.serves(name)

@@ -115,6 +115,29 @@ class TestService:
         assert not judge_service(apart, Topology.E_PD).servable
         assert judge_service([*apart, member(PD2, PD, group="a")], Topology.E_PD).servable
 
-    def test_an_unnamed_group_is_a_group_of_its_own(self) -> None:
-        """An instance without the label does not pair with one that has it."""
-        assert not judge_service([member(E2), member(PD1, PD, group="a")], Topology.E_PD).servable
+    def test_an_instance_without_a_group_fits_any(self) -> None:
+        """An unlabelled encoder pairs with a labelled consumer."""
+        assert judge_service([member(E2), member(PD1, PD, group="a")], Topology.E_PD).servable
+
+    def test_the_whole_chain_must_fit(self) -> None:
+        """An encoder that fits one prefill and a decode that fits another make no chain."""
+        members = [
+            member(E1, group="a"),
+            member(P1, P, group="a"),
+            member(PD1, P, group="b"),
+            member(D1, D, group="b"),
+        ]
+
+        assert not judge_service(members, Topology.E_P_D).servable
+        assert judge_service([*members, member(PD2, D, group="a")], Topology.E_P_D).servable
+
+    def test_kv_connectors_must_agree(self) -> None:
+        """Prefill and decode with different KV connectors make no chain; an encoder's does not matter."""
+        members = [
+            member(E1, kv_connector="mooncake"),
+            member(P1, P, kv_connector="nixl"),
+            member(D1, D, kv_connector="mooncake"),
+        ]
+
+        assert not judge_service(members, Topology.E_P_D).servable
+        assert judge_service([*members, member(PD2, D, kv_connector="nixl")], Topology.E_P_D).servable
