@@ -7,7 +7,7 @@ become a fixed text with the request id and are logged with their traceback.
 from __future__ import annotations
 
 import re
-import uuid
+import secrets
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -37,7 +37,7 @@ def accept_request_id(offered: str | None) -> str:
     """Return the client's request id when it is short and plain, else a new one."""
     if offered is not None and _ACCEPTED_ID.match(offered):
         return offered
-    return uuid.uuid4().hex
+    return secrets.token_hex(16)
 
 
 def error_response(error: EpdError, request_id: str) -> web.Response:

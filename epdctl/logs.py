@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import MutableMapping
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
@@ -20,23 +22,21 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 def configure_logs(log_format: LogFormat, level: LogLevel) -> None:
     """Send structlog and the standard library's loggers to stderr in `log_format` from `level` on."""
     threshold = getattr(logging, level.upper())
-    renderer: structlog.types.Processor
+    finish: list[structlog.types.Processor]
     sink: Any
     if log_format == "json":
-        # A line a request: msgspec writes it in half the time of the standard library.
-        renderer = structlog.processors.JSONRenderer(serializer=_to_json)
+        finish = [json_line]
         sink = structlog.BytesLoggerFactory(sys.stderr.buffer)
     else:
-        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-        sink = structlog.PrintLoggerFactory(sys.stderr)
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
+        finish = [
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            renderer,
-        ],
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+        ]
+        sink = structlog.PrintLoggerFactory(sys.stderr)
+    structlog.configure(
+        processors=[structlog.contextvars.merge_contextvars, *finish],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
         logger_factory=sink,
         cache_logger_on_first_use=True,
@@ -47,5 +47,14 @@ def configure_logs(log_format: LogFormat, level: LogLevel) -> None:
 _encode = msgspec.json.Encoder(enc_hook=repr).encode
 
 
-def _to_json(event: Any, **_: Any) -> bytes:
+def json_line(logger: Any, level: str, event: MutableMapping[str, Any]) -> bytes:
+    """Return an event as one JSON line, with its level, its time in UTC, and its traceback if it has one.
+
+    One step rather than structlog's four, and msgspec rather than the standard library: it runs for every
+    request, and took a tenth of a text request's processor time.
+    """
+    event["level"] = "error" if level == "exception" else level
+    event["timestamp"] = datetime.now(UTC)
+    if event.get("exc_info"):
+        event = structlog.processors.format_exc_info(logger, level, event)
     return _encode(event)
