@@ -46,6 +46,9 @@ class Record:
     counted: bool = False
 
 
+SPARE_ENTRIES = 1024
+
+
 class Ledger:
     """All live reservations and the tombstones of ended ones."""
 
@@ -147,6 +150,18 @@ class Ledger:
         return counts | {"ended": len(self.ended)}
 
     def _schedule(self, record: Record) -> None:
+        self._forget_stale()
         self._serial += 1
         record.due_at = record.expires_at
         heapq.heappush(self._due, (record.due_at, self._serial, record.transfer_id))
+
+    def _forget_stale(self) -> None:
+        """Drop the entries of reservations that ended before they were due, once they are the most."""
+        if len(self._due) <= 2 * len(self._records) + SPARE_ENTRIES:
+            return
+        self._due = [entry for entry in self._due if self._is_current(entry)]
+        heapq.heapify(self._due)
+
+    def _is_current(self, entry: tuple[float, int, TransferId]) -> bool:
+        record = self._records.get(entry[2])
+        return record is not None and record.due_at == entry[0]
