@@ -25,6 +25,7 @@ from tests.e2e.language_worker import (
     engine_pids,
     language_worker,
     parse_event,
+    rewritten,
 )
 from tests.e2e.tiny_pictures import (
     COLOUR_QUESTION,
@@ -195,6 +196,33 @@ class TestShutdown:
         assert stream.events[-1]["error"]["code"] == "shutting_down"
         assert stream.received.count(b"HTTP/1.1") == 0
         assert code == 0
+
+    async def test_a_request_that_waits_for_its_embedding_is_not_forgotten(
+        self, tmp_path: Path, producer: Producer
+    ) -> None:
+        """A drain is not over while a request waits for its push: it is answered, then the worker ends."""
+        pictures = list(held_out_pictures(1))
+        (encoded,) = producer.encode(pictures)
+        item = {"mm_hash": "h", "transfer_id": "t"}
+        async with language_worker(QWEN2_5_VL, tmp_path) as worker:
+            waiting = asyncio.create_task(worker.ask(**rewritten(ask(pictures), [encoded], [item])))
+
+            async def in_flight() -> bool:
+                return await worker.metric("epdctl_in_flight") > 0
+
+            await worker.process.wait_until(in_flight, "the request waits")
+            worker.process.send_signal(signal.SIGTERM)
+
+            async def draining() -> bool:
+                return (await worker.health())[1]["reason"] == "shutting down"
+
+            await worker.process.wait_until(draining, "draining")
+            still_there = worker.process.exit_code is None
+            await producer.push(worker.consumer_zmq, encoded, **item)
+            answer = await waiting
+            code = await worker.process.wait_exit(15)
+
+        assert (still_there, answer.status, answer.text, code) == (True, 200, expected_answer(pictures), 0)
 
 
 class TestStartUp:
