@@ -205,10 +205,17 @@ class Connection(asyncio.BufferedProtocol):
         self._sink = None
         self._pieces = []
 
-    async def send(self, head: bytes, body: Body) -> None:
-        """Write the request, at most `WRITE_BYTES` in a turn of the loop; stop early when it is answered."""
-        groups = list(bounded_groups((head, *body), WRITE_BYTES))
-        for number, group in enumerate(groups):
+    async def send(self, head: bytes, body: Body, length: int) -> None:
+        """Write head and body (of `length` bytes), at most `WRITE_BYTES` in a turn of the loop.
+
+        Stops early when the request is answered before it is out.
+        """
+        if len(head) + length <= WRITE_BYTES:
+            if self._transport is not None:
+                self._transport.writelines((head, *body))
+                self._is_sent = True
+            return
+        for number, group in enumerate(bounded_groups((head, *body), WRITE_BYTES)):
             if number:
                 await self._next_turn()
             if self._is_sent_enough():

@@ -39,6 +39,7 @@ _OF_ONE_CONNECTION = frozenset(
     }
 )
 _SET_BY_US = frozenset({b"content-length", b"date", b"server", b"x-request-id"})
+_NOT_RELAYED = _OF_ONE_CONNECTION | _SET_BY_US
 _MAX_RETRY_AFTER_S = 86_400
 
 
@@ -57,17 +58,19 @@ def routing_headers_in(client: Mapping[str, str]) -> list[str]:
 
 def header_of(headers: RawHeaders, name: bytes) -> bytes | None:
     """Return the first value of `name` (lower case), or None."""
-    return next((value for key, value in headers if key == name), None)
+    for key, value in headers:
+        if key == name:
+            return value
+    return None
 
 
 def relayed_headers(headers: RawHeaders) -> RawHeaders:
     """Return an instance's headers that go on to the client."""
+    kept = [header for header in headers if header[0] not in _NOT_RELAYED]
+    if header_of(headers, b"connection") is None:
+        return kept
     named = _named_by_connection(headers)
-    return [
-        (key, value)
-        for key, value in headers
-        if key not in _OF_ONE_CONNECTION and key not in _SET_BY_US and key not in named
-    ]
+    return [header for header in kept if header[0] not in named]
 
 
 def _named_by_connection(headers: RawHeaders) -> frozenset[bytes]:
@@ -85,7 +88,9 @@ def parse_retry_after(headers: RawHeaders) -> int | None:
 
 def parse_keep_alive(headers: RawHeaders) -> float | None:
     """Return the seconds that the server says it keeps an idle connection, or None."""
-    value = header_of(headers, b"keep-alive") or b""
+    value = header_of(headers, b"keep-alive")
+    if value is None:
+        return None
     for part in value.split(b","):
         name, _, seconds = part.strip().partition(b"=")
         if name.lower() == b"timeout" and seconds.isdigit():

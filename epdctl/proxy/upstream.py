@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -62,17 +60,35 @@ class Answer:
         return (header_of(self.headers, b"content-type") or b"application/json").decode("latin-1")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where an instance URL leads: the parts of a request that are the same each time."""
+
+    host: str
+    port: int
+    is_tls: bool
+    base_path: str
+    fixed_headers: bytes
+
+
 class OpenAnswer:
     """An answer whose body is still to come; read or relay it, and `close` it in any case.
 
     Closing gives the connection back to the pool when the answer was read to its end, and drops it otherwise.
     """
 
-    def __init__(self, connection: Connection, close: Callable[[], None]) -> None:
+    __slots__ = ("_client", "_connection", "_target", "headers", "status")
+
+    def __init__(self, connection: Connection, client: UpstreamClient, target: Target) -> None:
         self._connection = connection
-        self.close = close
+        self._client = client
+        self._target = target
         self.status = connection.status
         self.headers = connection.headers
+
+    def close(self) -> None:
+        """Let go of the connection; closing twice does nothing."""
+        self._client.give_back(self._target, self._connection)
 
     @property
     def is_event_stream(self) -> bool:
@@ -82,27 +98,20 @@ class OpenAnswer:
 
     async def read(self, *, timeout_s: float, limit: int = MAX_ANSWER_BYTES) -> Answer:
         """Return the whole answer; raises CallFailed."""
-        timer = asyncio.get_running_loop().call_later(timeout_s, self._connection.expire)
-        try:
-            body = await self._connection.read_body(limit)
-        finally:
-            timer.cancel()
+        connection = self._connection
+        if connection.is_complete:
+            body = await connection.read_body(limit)
+        else:
+            timer = asyncio.get_running_loop().call_later(timeout_s, connection.expire)
+            try:
+                body = await connection.read_body(limit)
+            finally:
+                timer.cancel()
         return Answer(status=self.status, headers=self.headers, body=body)
 
     async def relay(self, sink: Sink, *, idle_s: float) -> None:
         """Push the body into `sink` to its end; raises CallFailed, and what `sink` raises."""
         await self._connection.relay(sink, idle_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Target:
-    """Where an instance URL leads: the parts of a request that are the same each time."""
-
-    host: str
-    port: int
-    is_tls: bool
-    base_path: str
-    fixed_headers: bytes
 
 
 class UpstreamClient:
@@ -114,7 +123,7 @@ class UpstreamClient:
         self._ca_file = ca_file
         self._tls: ssl.SSLContext | None = None
         self._buffer = memoryview(bytearray(READ_BYTES))
-        self._targets: dict[str, _Target] = {}
+        self._targets: dict[str, Target] = {}
         self._idle: dict[tuple[str, int, bool], list[Connection]] = {}
         self._in_use: set[Connection] = set()
         self._sweep: asyncio.TimerHandle | None = None
@@ -143,9 +152,18 @@ class UpstreamClient:
 
     async def open(self, url: InstanceUrl, call: Call, *, timeout_s: float) -> OpenAnswer:
         """Send `call` and return its answer once the headers are there; raises CallFailed."""
-        target = self._target(url)
-        connection = await self._exchange(target, call, timeout_s)
-        return OpenAnswer(connection, partial(self._give_back, target, connection))
+        target = self._targets.get(url) or self._target(url)
+        connection = self._take_idle(target)
+        if connection is not None:
+            try:
+                await self._ask(connection, target, call, timeout_s)
+                return OpenAnswer(connection, self, target)
+            except CallFailed as failure:
+                if failure.kind is not FailureKind.UNREACHABLE:
+                    raise
+        connection = await self._connect(target)
+        await self._ask(connection, target, call, timeout_s)
+        return OpenAnswer(connection, self, target)
 
     async def close(self) -> None:
         """Close all connections, also those in use."""
@@ -156,23 +174,14 @@ class UpstreamClient:
         self._in_use.clear()
         self._idle.clear()
 
-    async def _exchange(self, target: _Target, call: Call, timeout_s: float) -> Connection:
-        connection = self._take_idle(target)
-        if connection is not None:
-            try:
-                return await self._ask(connection, target, call, timeout_s)
-            except CallFailed as failure:
-                if failure.kind is not FailureKind.UNREACHABLE:
-                    raise
-        return await self._ask(await self._connect(target), target, call, timeout_s)
-
-    async def _ask(self, connection: Connection, target: _Target, call: Call, timeout_s: float) -> Connection:
+    async def _ask(self, connection: Connection, target: Target, call: Call, timeout_s: float) -> None:
         """Send the request and wait for the head; the connection is dropped when that fails."""
         self._in_use.add(connection)
         timer = self._loop.call_later(timeout_s, connection.expire)
         try:
             connection.start()
-            await connection.send(_head(target, call), call.body)
+            length = body_length(call.body)
+            await connection.send(_head(target, call, length), call.body, length)
             await connection.read_head()
         except BaseException:
             self._in_use.discard(connection)
@@ -180,9 +189,8 @@ class UpstreamClient:
             raise
         finally:
             timer.cancel()
-        return connection
 
-    async def _connect(self, target: _Target) -> Connection:
+    async def _connect(self, target: Target) -> Connection:
         tls = self._tls_context() if target.is_tls else None
         try:
             async with asyncio.timeout(self._connect_timeout_s):
@@ -198,7 +206,7 @@ class UpstreamClient:
             self._tls = ssl.create_default_context(cafile=self._ca_file)
         return self._tls
 
-    def _target(self, url: InstanceUrl) -> _Target:
+    def _target(self, url: InstanceUrl) -> Target:
         target = self._targets.get(url)
         if target is None:
             if len(self._targets) >= _MAX_TARGETS:
@@ -206,7 +214,7 @@ class UpstreamClient:
             target = self._targets[url] = _parse_target(url)
         return target
 
-    def _take_idle(self, target: _Target) -> Connection | None:
+    def _take_idle(self, target: Target) -> Connection | None:
         idle = self._idle.get((target.host, target.port, target.is_tls), [])
         now = self._loop.time()
         while idle:
@@ -216,7 +224,8 @@ class UpstreamClient:
             connection.abort()
         return None
 
-    def _give_back(self, target: _Target, connection: Connection) -> None:
+    def give_back(self, target: Target, connection: Connection) -> None:
+        """Take a connection back after its answer; drop it unless the answer was read to its end."""
         if connection not in self._in_use:
             return
         self._in_use.discard(connection)
@@ -250,12 +259,12 @@ def _idle_time(headers: RawHeaders) -> float:
     return IDLE_S if allowed is None else min(_MAX_IDLE_S, allowed * _KEEP_ALIVE_SHARE)
 
 
-def _parse_target(url: InstanceUrl) -> _Target:
+def _parse_target(url: InstanceUrl) -> Target:
     parts = urlsplit(url)
     is_tls = parts.scheme == "https"
     host = parts.hostname or ""
     fixed = f"Host: {parts.netloc}\r\nAccept: */*\r\nUser-Agent: epdctl\r\n"
-    return _Target(
+    return Target(
         host=host,
         port=parts.port or (443 if is_tls else 80),
         is_tls=is_tls,
@@ -264,10 +273,10 @@ def _parse_target(url: InstanceUrl) -> _Target:
     )
 
 
-def _head(target: _Target, call: Call) -> bytes:
+def _head(target: Target, call: Call, length: int) -> bytes:
     line = f"{call.method} {target.base_path}{call.path} HTTP/1.1\r\n".encode("latin-1")
-    length = b"" if call.method == "GET" else b"Content-Length: %d\r\n" % body_length(call.body)
-    return b"".join((line, target.fixed_headers, call.headers, length, b"\r\n"))
+    framing = b"" if call.method == "GET" else b"Content-Length: %d\r\n" % length
+    return b"".join((line, target.fixed_headers, call.headers, framing, b"\r\n"))
 
 
 def json_headers(request_id: str, more: list[tuple[str, str]]) -> bytes:
