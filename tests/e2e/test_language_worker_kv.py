@@ -15,7 +15,7 @@ import pytest_asyncio
 import zmq.asyncio
 
 from epdctl.ec.protocol import ControlAddress
-from epdctl.worker.language.checkpoint import ModelSpec, open_checkpoint
+from epdctl.worker.language.checkpoint import open_checkpoint
 from epdctl.worker.language.kv_client import KvClient
 from epdctl.worker.language.kv_layout import Extent, copy_pieces
 from epdctl.worker.language.kv_messages import (
@@ -27,6 +27,7 @@ from epdctl.worker.language.kv_messages import (
     parse_request,
     parse_ticket,
 )
+from epdctl.worker.language.spec import ModelSpec
 from epdctl.worker.transfer.digest import digest_of
 from epdctl.worker.transfer.listener import ControlListener
 from epdctl.worker.transfer.memory import HostMemory

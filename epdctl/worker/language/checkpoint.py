@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from epdctl.worker.language.spec import DTYPE_BYTES, ModelSpec
+
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 # Released checkpoints spell the same tensor in three ways: `model.layers.`, `language_model.model.layers.`
 # (older exports) and `model.language_model.layers.` (transformers from 4.52 on). The head is
@@ -30,42 +31,6 @@ _SMALL_FILES = ("*.json", "*.jinja", "*.txt")
 
 class UnsupportedCheckpoint(Exception):
     """The checkpoint cannot be served by this worker; the text says why and what can."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """Facts of a language model; sizes in elements, `dtype` a torch dtype name without prefix.
-
-    `levels` is the number of deepstack levels, so a pushed row is `hidden_size * (1 + levels)` wide.
-    """
-
-    family: str
-    hidden_size: int
-    layers: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
-    dtype: str
-    levels: int
-    merge: int
-    image_token_id: int
-    eos_token_ids: tuple[int, ...]
-
-    @property
-    def embedding_width(self) -> int:
-        """Elements of one pushed embedding row."""
-        return self.hidden_size * (1 + self.levels)
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token has in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return _DTYPES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +104,8 @@ def _spec(config: Any, dtype: str, eos: tuple[int, ...]) -> ModelSpec:
     heads = text.num_attention_heads
     levels = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
     name = _dtype_name(config, text) if dtype == "auto" else dtype
-    if name not in _DTYPES:
-        raise UnsupportedCheckpoint(f"dtype {name} is not served, give --dtype {', '.join(_DTYPES)}")
+    if name not in DTYPE_BYTES:
+        raise UnsupportedCheckpoint(f"dtype {name} is not served, give --dtype {', '.join(DTYPE_BYTES)}")
     return ModelSpec(
         family=config.model_type,
         hidden_size=text.hidden_size,

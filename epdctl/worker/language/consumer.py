@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from epdctl.metrics import WorkerMetrics
 from epdctl.worker.engine import StartFailed
-from epdctl.worker.language.checkpoint import ModelSpec
 from epdctl.worker.language.messages import EcEnd
+from epdctl.worker.language.spec import ModelSpec
 from epdctl.worker.transfer.memory import HostMemory
 from epdctl.worker.transfer.mooncake import TransferEngine, TransferSetupFailed
 from epdctl.worker.transfer.ports import TransferRecord

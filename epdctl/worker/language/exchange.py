@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 from epdctl.metrics import WorkerMetrics
 from epdctl.worker.engine import StartFailed
-from epdctl.worker.language.checkpoint import ModelSpec
 from epdctl.worker.language.consumer import EcConsumer
 from epdctl.worker.language.kv import KvPool, KvRegion
 from epdctl.worker.language.kv_import import ImportEvents, KvImporter
 from epdctl.worker.language.kv_messages import KvTicket
 from epdctl.worker.language.kv_server import KvServer, KvServerSettings
 from epdctl.worker.language.messages import KvSendEnd, LanguageEngineSettings
+from epdctl.worker.language.spec import ModelSpec
 from epdctl.worker.transfer.environment import mooncake_environment
 from epdctl.worker.transfer.mooncake import TransferEngine, TransferSetupFailed
 

@@ -17,7 +17,7 @@ from prometheus_client import Gauge
 
 from epdctl.domain import Role
 from epdctl.errors import EngineUnavailable, InvalidRequest, UnknownModel
-from epdctl.worker.language.checkpoint import Checkpoint, ModelSpec, UnsupportedCheckpoint, open_checkpoint
+from epdctl.worker.language.checkpoint import Checkpoint, UnsupportedCheckpoint, open_checkpoint
 from epdctl.worker.language.choice import TextRules
 from epdctl.worker.language.generation import Generation
 from epdctl.worker.language.handover import KvPlan, one_token, plan_kv
@@ -33,6 +33,7 @@ from epdctl.worker.language.request import (
     parse_chat,
     parse_completion,
 )
+from epdctl.worker.language.spec import ModelSpec
 from epdctl.worker.supervisor import EngineState, Supervisor
 
 T = TypeVar("T")

@@ -16,13 +16,13 @@ import torch
 from epdctl.domain import MmHash, TransferId
 from epdctl.errors import EmbeddingUndelivered, EpdError, ShuttingDown, TransferFailed, UpstreamTimeout
 from epdctl.worker.language.batch import Order
-from epdctl.worker.language.checkpoint import ModelSpec
 from epdctl.worker.language.kv_messages import KvTicket
 from epdctl.worker.language.loop import GenerationLoop, Job
 from epdctl.worker.language.messages import Generate, PromptImage
 from epdctl.worker.language.positions import PlacedImage, mrope_positions
 from epdctl.worker.language.runner import PlacedEmbedding, build_prompt
 from epdctl.worker.language.sampling import Sampler
+from epdctl.worker.language.spec import ModelSpec
 from epdctl.worker.transfer.ports import Received, Taker, TensorSpec
 
 

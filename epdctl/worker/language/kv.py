@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import blake3
 import torch
 
-from epdctl.worker.language.checkpoint import ModelSpec
+from epdctl.worker.language.spec import ModelSpec
 from epdctl.worker.transfer.arena import Arena
 from epdctl.worker.transfer.arena import Region as ArenaRegion
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from epdctl.ec.protocol import ControlAddress
 from epdctl.errors import EpdError, KvUndelivered
 from epdctl.metrics import WorkerMetrics
-from epdctl.worker.language.checkpoint import ModelSpec
 from epdctl.worker.language.kv import KvPool, KvRegion, prefix_digest
 from epdctl.worker.language.kv_client import KvClient, KvUnreachable
 from epdctl.worker.language.kv_layout import shape_of
 from epdctl.worker.language.kv_messages import Fetch, Fetched, KvTicket, RefusalCode
+from epdctl.worker.language.spec import ModelSpec
 
 QUARANTINE_S = 15.0
 """Late bytes: three times the 5 s after which Mooncake gives up a transfer that makes no progress."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from epdctl.worker.language.checkpoint import ModelSpec
 from epdctl.worker.language.kv_messages import KvShape
+from epdctl.worker.language.spec import ModelSpec
 from epdctl.worker.transfer.lanes import Piece
 
 

@@ -18,7 +18,6 @@ import zmq.asyncio
 from epdctl.ec.protocol import ControlAddress
 from epdctl.errors import TransferFailed, UpstreamTimeout
 from epdctl.metrics import WorkerMetrics
-from epdctl.worker.language.checkpoint import ModelSpec
 from epdctl.worker.language.kv import KvPool, KvRegion, prefix_digest
 from epdctl.worker.language.kv_holds import Holds, InUse, NotHeld
 from epdctl.worker.language.kv_layout import Extent, copy_pieces, shape_of
@@ -35,6 +34,7 @@ from epdctl.worker.language.kv_messages import (
     parse_request,
     prompt_digest,
 )
+from epdctl.worker.language.spec import ModelSpec
 from epdctl.worker.transfer.listener import ControlListener
 from epdctl.worker.transfer.mooncake import TransferEngine
 

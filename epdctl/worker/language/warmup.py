@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from epdctl.worker.engine import StartFailed
 from epdctl.worker.language.batch import Batch, Limits, Order
-from epdctl.worker.language.checkpoint import ModelSpec
 from epdctl.worker.language.kv import KvPool
 from epdctl.worker.language.model import LanguageModel
 from epdctl.worker.language.params import Sampling
 from epdctl.worker.language.positions import mrope_positions
 from epdctl.worker.language.runner import Runner, build_prompt
 from epdctl.worker.language.sampling import Sampler
+from epdctl.worker.language.spec import ModelSpec
 
 _LENGTH, _CHUNK, _TOKENS = 6, 4, 2
 

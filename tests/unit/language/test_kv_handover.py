@@ -11,7 +11,6 @@ import pytest
 
 from epdctl.domain import Role
 from epdctl.errors import InvalidRequest, KvUndelivered
-from epdctl.worker.language.checkpoint import ModelSpec
 from epdctl.worker.language.handover import one_token, plan_kv
 from epdctl.worker.language.kv_holds import Holds, InUse, NotHeld
 from epdctl.worker.language.kv_layout import Extent, copy_pieces
@@ -32,6 +31,7 @@ from epdctl.worker.language.kv_messages import (
     prompt_digest,
 )
 from epdctl.worker.language.request import parse_chat
+from epdctl.worker.language.spec import ModelSpec
 
 pytestmark = pytest.mark.unit
 

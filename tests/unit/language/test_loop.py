@@ -25,7 +25,7 @@ from epdctl.errors import (
 )
 from epdctl.metrics import WorkerMetrics
 from epdctl.worker.language.batch import Batch, Key, Limits, Order, Plan
-from epdctl.worker.language.checkpoint import ModelSpec, open_checkpoint
+from epdctl.worker.language.checkpoint import open_checkpoint
 from epdctl.worker.language.intake import Intake, IntakeRules
 from epdctl.worker.language.kv import KvPool, KvRegion
 from epdctl.worker.language.loop import GenerationLoop, Job, LoopEvents
@@ -35,6 +35,7 @@ from epdctl.worker.language.params import Sampling
 from epdctl.worker.language.positions import mrope_positions
 from epdctl.worker.language.runner import Runner, build_prompt
 from epdctl.worker.language.sampling import Chosen, Sampler
+from epdctl.worker.language.spec import ModelSpec
 from epdctl.worker.transfer.ports import Received, TensorSpec
 from tests.e2e.tiny_pictures import QWEN2_5_VL
 from tests.stubs.process import wait_until
