@@ -295,7 +295,7 @@ async def test_a_slow_consumer_among_fast_ones(ends: Ends) -> None:
         asyncio.create_task(producer.push(slow, f"s{n}", 1000, seed=n, fill=False)) for n in range(20)
     ]
     times = await asyncio.gather(
-        _latencies(producer, fast, "fast", 30), _latencies(producer, faster, "faster", 30)
+        _latencies(producer, fast, "fast", 30), _latencies(producer, faster, "faster", 30, offset=8192)
     )
     answers = await asyncio.gather(*crawling)
 
@@ -405,10 +405,13 @@ async def is_free(end: End, name: str) -> bool:
     return name in (await end.stats())["freed"]
 
 
-async def _latencies(producer: End, consumer: End, name: str, count: int) -> list[float]:
+async def _latencies(
+    producer: End, consumer: End, name: str, count: int, *, offset: int = 4096
+) -> list[float]:
     times = []
     for number in range(count):
-        answer = await producer.push(consumer, f"{name}{number}", 1000, seed=number, offset=4096)
+        answer = await producer.push(consumer, f"{name}{number}", 1000, seed=number, offset=offset)
+        assert "seconds" in answer, answer
         times.append(answer["seconds"])
     return times
 
