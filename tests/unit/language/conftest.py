@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("torch") else ["test_model.py", "test_sampling.py", "test_loop.py"]
+collect_ignore = [] if find_spec("torch") else ["test_model.py", "test_sampling.py", "test_loop.py", "random_model.py"]
