@@ -17,7 +17,8 @@ BASE64 = re.compile(r"[A-Za-z0-9+/]{120,}={0,2}")
 NUMBERS = re.compile(r"\[\s+-?[\d.]+(?:,\s+-?[\d.]+)*\s+\]")
 VARYING = re.compile(
     r"(?P<request>chatcmpl-[0-9A-Za-z:_-]+)"
-    r"|(?P<id>\b[0-9a-f]{64}\b|\b[0-9a-f]{32}\b|\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b(?::\d+:[0-9a-f]{6})?)"
+    r"|(?P<id>\b(?:[0-9a-f]{64}|[0-9a-f]{32}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\b)"
+    r"(?P<leg>:\d+:[0-9a-f]{6}\b)?"
     r"|(?P<address>\b127\.0\.0\.1:\d+\b)"
 )
 VARYING_FIELDS = frozenset(
@@ -47,7 +48,15 @@ class Names:
         """Return `text` with media as digests and varying values as names."""
         if BASE64.search(text):
             return BASE64.sub(lambda m: _digest(m.group()), text)
-        return VARYING.sub(lambda m: self.name_of(str(m.lastgroup), m.group()), text)
+        return VARYING.sub(self._named, text)
+
+    def _named(self, match: re.Match[str]) -> str:
+        if match["id"]:
+            # An encode call's request id is its parent's with the item's index and a random end.
+            leg = match["leg"]
+            return self.name_of("id", match["id"]) + (leg[:-6] + "<random>" if leg else "")
+        kind = "request" if match["request"] else "address"
+        return self.name_of(kind, match.group())
 
     def in_json(self, value: Any, field: str = "") -> Any:
         """Return a JSON value with everything in it replaced that varies."""
