@@ -141,7 +141,7 @@ def collect_garbage_seldom() -> None:
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a bound socket; raise CannotListen naming the address and the cause."""
+    """Return a listening socket; raise CannotListen naming the address and the cause."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -152,6 +152,8 @@ def bind_socket(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        # Two processes can bind before either listens; only listening tells who has the port.
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise CannotListen(f"cannot listen on {host}:{port}: {_why(error)}") from None

@@ -6,6 +6,7 @@ body is read. A registration is answered after its first probe, and after the st
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -23,6 +24,7 @@ from epdctl.registry.forms import detail_view, list_view, parse_registration
 from epdctl.wire import encode_json
 
 MAX_ADMIN_BODY_BYTES = 64 * 1024
+BODY_TIMEOUT_S = 10.0
 DEFAULT_DRAIN_S = 30.0
 MAX_DRAIN_S = 3600.0
 
@@ -122,10 +124,14 @@ class InstancesApi:
 
 async def _read_body(request: web.Request) -> bytes:
     body = bytearray()
-    async for piece in request.content.iter_any():
-        body += piece
-        if len(body) > MAX_ADMIN_BODY_BYTES:
-            raise BodyTooLarge(f"a registration has at most {MAX_ADMIN_BODY_BYTES} bytes")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for piece in request.content.iter_any():
+                body += piece
+                if len(body) > MAX_ADMIN_BODY_BYTES:
+                    raise BodyTooLarge(f"a registration has at most {MAX_ADMIN_BODY_BYTES} bytes")
+    except TimeoutError:
+        raise InvalidRequest(f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     return bytes(body)
 
 

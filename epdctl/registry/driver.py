@@ -169,7 +169,6 @@ class RegistryDriver:
                 self._end_drains(event)
             for listener in self._listeners:
                 listener(event)
-        self._sink.show_states(self.views())
         self._set_timer()
 
     def _end_drains(self, event: Event) -> None:

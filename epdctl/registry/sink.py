@@ -6,15 +6,11 @@ warnings. URLs are logged without anything but scheme, host, port and path: they
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-
 import structlog
 
-from epdctl.domain import InstanceState, Role
+from epdctl.domain import InstanceState, InstanceUrl, Role
 from epdctl.metrics import ControlMetrics
 from epdctl.registry.commands import Event, EventKind, RemovalCause
-from epdctl.registry.record import InstanceView
 
 _WARNINGS = frozenset({EventKind.EVICTED, EventKind.EVICTIONS_HELD})
 _WARNING_CAUSES = frozenset({RemovalCause.EXPIRED, RemovalCause.DRAIN_TIMEOUT})
@@ -26,6 +22,10 @@ class EventSink:
     def __init__(self, metrics: ControlMetrics) -> None:
         self._metrics = metrics
         self._log = structlog.get_logger()
+        self._shown: dict[InstanceUrl, tuple[Role, InstanceState]] = {}
+        for role in Role:
+            for state in InstanceState:
+                metrics.instances.labels(role=role, state=state).set(0)
 
     def publish(self, event: Event) -> None:
         """Log and count one event."""
@@ -33,13 +33,16 @@ class EventSink:
         is_warning = event.kind in _WARNINGS or event.cause in _WARNING_CAUSES
         write = self._log.warning if is_warning else self._log.info
         write(_name(event), instance=event.url, role=event.role, generation=event.generation, **_facts(event))
+        self._show_state(event)
 
-    def show_states(self, views: Iterable[InstanceView]) -> None:
-        """Set the gauge of instances by role and state."""
-        counts = Counter((view.spec.role, view.state) for view in views)
-        for role in Role:
-            for state in InstanceState:
-                self._metrics.instances.labels(role=role, state=state).set(counts[role, state])
+    def _show_state(self, event: Event) -> None:
+        """Move the instance to its present place in the gauge of instances by role and state."""
+        before = self._shown.pop(event.url, None)
+        if before is not None:
+            self._metrics.instances.labels(*before).dec()
+        if event.kind is not EventKind.REMOVED:
+            self._shown[event.url] = (event.role, event.state)
+            self._metrics.instances.labels(event.role, event.state).inc()
 
 
 def _name(event: Event) -> str:

@@ -171,7 +171,9 @@ class SqliteStore:
         except (msgspec.MsgspecError, ValueError) as error:
             raise StoreFailed(f"{self._path}: a stored record is damaged; move the file away") from error
         except OSError as error:
-            raise StoreFailed(f"{self._path}: {error.strerror or 'cannot be opened'}") from error
+            raise StoreFailed(
+                f"{self._path}: {error.strerror or 'cannot be opened'}; give another file with --store"
+            ) from error
 
     def _open(self) -> None:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

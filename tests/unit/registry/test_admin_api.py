@@ -15,6 +15,7 @@ from epdctl.app import build_app
 from epdctl.config.serve import ServeSettings
 from epdctl.domain import Role
 from epdctl.lifecycle import Presence
+from epdctl.registry import api as registry_api
 from tests.stubs.instance import StubInstance
 from tests.stubs.ports import free_port
 from tests.stubs.process import wait_until
@@ -209,6 +210,20 @@ class TestRegister:
 
         assert (got, code(answer)) == (status, name)
         assert (await api.get(view="detail"))[1]["instances"] == []
+
+    async def test_a_body_that_does_not_come_is_given_up(
+        self, api: Api, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A client that stops in the middle of its body gets an answer and holds nothing."""
+        monkeypatch.setattr(registry_api, "BODY_TIMEOUT_S", 0.1)
+        never = asyncio.Event()
+
+        async def halting() -> AsyncIterator[bytes]:
+            yield b'{"role":'
+            await never.wait()
+
+        async with api.client.post("/instances", data=halting(), headers=AUTH) as answer:
+            assert (answer.status, code(await answer.json())) == (400, "invalid_request")
 
     async def test_a_probe_that_hangs_does_not_hold_the_call(self, api: Api, encoder: StubInstance) -> None:
         """POST answers within the probe's deadline."""
