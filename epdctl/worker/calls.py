@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -89,9 +90,11 @@ class EngineCall:
 class EngineProcess:
     """One engine process with its channel and its open calls."""
 
-    def __init__(self, process: asyncio.subprocess.Process, channel: Channel) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, channel: Channel, folder: Path) -> None:
         self.process = process
         self.channel = channel
+        self.folder = folder
+        """Holds the channel's socket files until both ends are connected."""
         self.calls: dict[str, EngineCall] = {}
         self.death: str | None = None
         """Why the process is out of service; None while it is in service."""

@@ -178,13 +178,13 @@ def _socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
     return socket
 
 
-def bind_channel(context: zmq.asyncio.Context, directory: Path, name: str) -> tuple[Channel, Endpoints]:
-    """Return the front's end, bound to two new ipc sockets in `directory`, and their addresses.
+def bind_channel(context: zmq.asyncio.Context, directory: Path) -> tuple[Channel, Endpoints]:
+    """Return the front's end, bound to two new ipc sockets in the private `directory`, and their addresses.
 
     Raises:
         OSError: when the folder's path is too long for a socket.
     """
-    paths = [directory / f"{name}.{way}" for way in ("in", "out")]
+    paths = [directory / way for way in ("to-engine", "to-front")]
     for path in paths:
         if len(str(path).encode()) > _IPC_PATH_LIMIT:
             raise OSError(f"the path {path} is too long for a socket: set TMPDIR to a shorter folder")

@@ -172,7 +172,9 @@ class _Session:
 
     async def _engine_start(self) -> Mapping[str, Any] | None:
         try:
-            return await self._engine.start()
+            facts = await self._engine.start()
+            await self._channel.receive()  # the front's `hello`: both directions work
+            return facts
         except StartFailed as error:
             self._log.error("engine_start_failed", reason=str(error))
             await self._channel.send(message("failed", Failed(reason=str(error))))

@@ -9,7 +9,6 @@ for each.
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import socket
 import tempfile
@@ -200,14 +199,12 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 @asynccontextmanager
 async def worker_sockets() -> AsyncIterator[tuple[zmq.asyncio.Context, Path]]:
-    """Give a ZMQ context and a private folder for engine sockets; both are gone afterwards."""
-    directory = Path(tempfile.mkdtemp(prefix="epdctl-"))
+    """Give a ZMQ context, closed afterwards, and the folder in which supervisors make their private ones."""
     context = zmq.asyncio.Context()
     try:
-        yield context, directory
+        yield context, Path(tempfile.gettempdir())
     finally:
         context.destroy(linger=0)
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 class Announcer(Protocol):

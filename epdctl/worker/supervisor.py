@@ -11,7 +11,9 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
+import tempfile
 import uuid
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
@@ -185,13 +187,14 @@ class Supervisor:
 
     async def _live(self) -> str:
         """Run one engine process from start to end; return why it ended."""
-        name = f"{self._spec.name}-{uuid.uuid4().hex[:8]}"
-        channel, endpoints = bind_channel(self._context, self._directory, name)
+        folder = Path(tempfile.mkdtemp(prefix="epdctl-", dir=self._directory))
+        channel, endpoints = bind_channel(self._context, folder)
         running: EngineProcess | None = None
         try:
             self._state, self._reason = EngineState.STARTING, "the engine process is starting"
-            running = EngineProcess(await self._spawn_process(endpoints), channel)
+            running = EngineProcess(await self._spawn_process(endpoints), channel, folder)
             self._current = running
+            self._spawn(self._greet(running))
             reason = await self._watch(running)
             self._lose(running, reason)
             return reason
@@ -199,8 +202,12 @@ class Supervisor:
             if running is not None:
                 await _kill(running.process)
             channel.close()
-            for path in self._directory.glob(f"{name}.*"):
-                path.unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    async def _greet(self, running: EngineProcess) -> None:
+        """Say `hello`, for which the engine waits before it says `ready`."""
+        with suppress(EngineUnavailable):
+            await running.channel.send(message("hello"), deadline_s=self._spec.start_timeout_s)
 
     def _lose(self, running: EngineProcess, reason: str) -> None:
         """Take the engine out of service, and fail whatever was open on it."""
@@ -275,6 +282,8 @@ class Supervisor:
             self._trouble, self._latest = beat.trouble, beat.families
         elif received.kind == "ready":
             self._become_ready(received.parse(dict[str, Any]))
+            # Both ends are connected: without the files a killed front leaves nothing behind.
+            shutil.rmtree(running.folder, ignore_errors=True)
         elif received.kind == "failed":
             return received.parse(Failed).reason
         elif (call := running.calls.get(received.call_id)) is not None:

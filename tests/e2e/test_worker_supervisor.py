@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +28,8 @@ Start = Callable[..., Supervisor]
 async def engine() -> AsyncIterator[Start]:
     """Build supervisors of the echo engine and end them afterwards."""
     built: list[Supervisor] = []
-    async with worker_sockets() as (context, directory):
+    directory = Path(tempfile.mkdtemp(prefix="epdctl-"))
+    async with worker_sockets() as (context, _):
 
         def build(*, start: str = "ok", **limits: Any) -> Supervisor:
             spec = EngineSpec(
@@ -41,7 +44,7 @@ async def engine() -> AsyncIterator[Start]:
         yield build
         for supervisor in built:
             await supervisor.stop(0.0)
-        assert list(directory.iterdir()) == []
+    directory.rmdir()  # noqa: ASYNC240 - fails unless every engine took its socket files along
 
 
 async def test_call_carries_body_and_frames_both_ways(engine: Start) -> None:
@@ -57,6 +60,18 @@ async def test_call_carries_body_and_frames_both_ways(engine: Start) -> None:
 
     assert (reply.kind, reply.parse(dict[str, Any])) == ("echoed", {"a": [1, None, "ä"]})
     assert tuple(bytes(f) for f in reply.frames) == frames
+
+
+async def test_ready_engine_leaves_no_files(engine: Start) -> None:
+    """Once an engine is connected its socket files are gone, so a killed front leaves nothing behind."""
+    supervisor = engine()
+    await supervisor.start()
+
+    assert list(supervisor._directory.iterdir()) == []
+    async with supervisor.call() as call:
+        await call.send("echo", {})
+        assert (await call.receive()).kind == "echoed"
+        call.end()
 
 
 async def test_failure_of_a_call_arrives_as_the_same_failure(engine: Start) -> None:

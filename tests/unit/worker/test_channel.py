@@ -102,7 +102,7 @@ async def test_path_that_is_too_long_is_explained() -> None:
     context = zmq.asyncio.Context()
     try:
         with pytest.raises(OSError, match="TMPDIR"):
-            bind_channel(context, Path("/" + "x" * 120), "e")
+            bind_channel(context, Path("/" + "x" * 120))
     finally:
         context.destroy(linger=0)
 
