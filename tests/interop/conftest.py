@@ -31,9 +31,14 @@ ORDER = (
     "test_faults_example",
     "test_f_membership",
     "test_d_prefill_and_decode",
+    "test_d_mooncake_kv",
+    "test_d_mooncake",
     "test_e_reference_proxy",
 )
-DEPLOYMENTS = ("a-mooncake", "a-example", "b", "c", "d", "e", "f", "faults-mooncake", "faults-example")
+DEPLOYMENTS = (
+    *("a-mooncake", "a-example", "b", "c", "d", "d-mooncake", "d-mooncake-kv", "e", "f"),
+    *("faults-mooncake", "faults-example"),
+)
 
 INSTALLED = pytest.StashKey[Installed]()
 OUTCOMES = pytest.StashKey[dict[str, list[bool]]]()

@@ -52,12 +52,27 @@ PREFILL_NIXL = EngineSpec(
     kv="NixlConnector",
     kv_role="kv_producer",
 )
+PREFILL_NIXL_MOONCAKE = EngineSpec(
+    name="prefill-nixl-mooncake",
+    ec=EcConnector.MOONCAKE,
+    ec_role="ec_consumer",
+    kv="NixlConnector",
+    kv_role="kv_producer",
+)
 DECODE_NIXL = EngineSpec(name="decode-nixl", kv="NixlConnector", kv_role="kv_consumer")
+PREFILL_MOONCAKE_KV = EngineSpec(
+    name="prefill-mooncake-kv",
+    ec=EcConnector.EXAMPLE,
+    ec_role="ec_consumer",
+    kv="MooncakeConnector",
+    kv_role="kv_producer",
+)
+DECODE_MOONCAKE_KV = EngineSpec(name="decode-mooncake-kv", kv="MooncakeConnector", kv_role="kv_consumer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where an instance listens and what it shares: HTTP, EC control and NIXL side-channel ports."""
+    """Where an instance listens and what it shares: HTTP, EC control and KV side-channel ports."""
 
     http_port: int
     ec_port: int
@@ -84,8 +99,7 @@ def engine_arguments(spec: EngineSpec, place: Place, model: Path) -> list[str]:
     if spec.ec_role == "ec_consumer":
         arguments += ["--enable-mm-embeds"]
     if spec.kv is not None:
-        kv = {"kv_connector": spec.kv, "kv_role": spec.kv_role, "kv_buffer_device": "cpu"}
-        arguments += ["--kv-transfer-config", json.dumps(kv)]
+        arguments += ["--kv-transfer-config", json.dumps(_kv_config(spec))]
     if spec.kv_role == "kv_consumer":
         arguments += ["--enable-mm-embeds"]
     return arguments
@@ -106,6 +120,13 @@ def _ec_config(spec: EngineSpec, place: Place) -> dict[str, object]:
     }
 
 
+def _kv_config(spec: EngineSpec) -> dict[str, object]:
+    config: dict[str, object] = {"kv_connector": spec.kv, "kv_role": spec.kv_role, "kv_buffer_device": "cpu"}
+    if spec.kv == "MooncakeConnector":
+        config["kv_connector_extra_config"] = {"mooncake_protocol": "tcp"}
+    return config
+
+
 def engine_environment(place: Place) -> dict[str, str | None]:
     """Return the variables to lay over the environment of an instance; None removes one."""
     return {
@@ -123,6 +144,8 @@ def engine_environment(place: Place) -> dict[str, str | None]:
         "MC_FORCE_TCP": "1",
         "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.side_port),
+        "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(place.side_port),
+        "EPDCTL_VLLM_CPU_DEVICE_INDEX": "0",  # the KV MooncakeConnector asks for it without need
         "UCX_TLS": "tcp",
         "UCX_NET_DEVICES": "lo",
         "PYTHONPATH": None,

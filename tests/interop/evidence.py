@@ -15,7 +15,7 @@ import aiohttp
 
 from tests.interop.control_tap import ControlExchange, ControlTap
 from tests.interop.scenarios import Scenario
-from tests.interop.tap import Exchange
+from tests.interop.tap import Exchange, HttpTap
 
 PIXELS = re.compile(rb'"(image_url|input_image|image_pil)"|data:image/|/media/')
 
@@ -67,24 +67,32 @@ class Evidence(Protocol):
 
 
 class StoredFiles:
-    """ECExampleConnector's folder: one new file for each different image."""
+    """ECExampleConnector's folder: a new file for each different image, named as the encoder reported."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, encoder: HttpTap) -> None:
         self._folder = folder
-        self._before: set[Path] = set()
+        self._encoder = encoder
+        self._before: set[str] = set()
 
-    def _files(self) -> set[Path]:
-        return set(self._folder.glob("*/encoder_cache.safetensors"))
+    def _stored(self) -> set[str]:
+        return {file.parent.name for file in self._folder.glob("*/encoder_cache.safetensors")}
 
     async def mark(self) -> None:
-        """Remember which files there are."""
-        self._before = self._files()
+        """Remember which embeddings there are."""
+        self._before = self._stored()
 
     async def problems(self, scenario: Scenario) -> list[str]:
-        """Check that as many files are new as the scenario has different images."""
-        new = len(self._files() - self._before)
+        """Check that what is new are the identifiers that the encoder reported, one for each image."""
+        new = self._stored() - self._before
         wanted = scenario.distinct_images
-        return [] if new == wanted else [f"{new} embeddings were stored, not {wanted}"]
+        problems = [] if len(new) == wanted else [f"{len(new)} embeddings were stored, not {wanted}"]
+        if new - self._reported():
+            problems.append("an embedding was stored that the encoder did not report")
+        return problems
+
+    def _reported(self) -> set[str]:
+        answers = [call.response_json() for call in self._encoder.calls if call.status == 200]
+        return {identifier for answer in answers for identifier in answer["ec_transfer_params"]}
 
 
 class ControlMessages:

@@ -49,6 +49,11 @@ class Engine:
         """EC control address of a Mooncake consumer."""
         return f"tcp://{HOST}:{self.place.ec_port}"
 
+    @property
+    def bootstrap_address(self) -> str:
+        """Bootstrap server of a prefill instance with the KV MooncakeConnector."""
+        return f"http://{HOST}:{self.place.side_port}"
+
 
 async def answers(url: str) -> bool:
     """Return whether `url` answers 200 within two seconds."""

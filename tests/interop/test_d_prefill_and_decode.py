@@ -52,14 +52,14 @@ async def deployment(
             url=proxy.url,
             encoders=(encoder_tap,),
             consumers=(prefill_tap, decode_tap),
-            witnesses=(StoredFiles(encode.place.shared_storage),),
+            witnesses=(StoredFiles(encode.place.shared_storage, encoder_tap),),
             scenarios=scenarios(NAME, media_url),
             plain=plain[NAME],
         )
 
 
 class TestVllmBehindEpdctl(DeploymentSuite):
-    """All three stages are vLLM instances."""
+    """All three stages are vLLM instances; embeddings go through a shared folder."""
 
     async def test_decode_gets_what_prefill_handed_over(self, deployment: Deployment) -> None:
         """Decode is sent prefill's KV parameters as prefill gave them, and prefill makes one token."""

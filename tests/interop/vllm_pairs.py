@@ -78,7 +78,7 @@ async def example_pair(
             url=proxy.url,
             encoders=(encoder_tap,),
             consumers=(consumer_tap,),
-            witnesses=(StoredFiles(encode.place.shared_storage),),
+            witnesses=(StoredFiles(encode.place.shared_storage, encoder_tap),),
             scenarios=scenarios(name, media_url),
             plain=plain[name],
         )

@@ -28,9 +28,11 @@ async def control_tap(stack: AsyncExitStack, target: str) -> ControlTap:
     return await tap.open()
 
 
-async def register(proxy: str, role: str, url: str, ec_address: str | None = None) -> dict[str, Any]:
+async def register(
+    proxy: str, role: str, url: str, ec_address: str | None = None, **fields: str
+) -> dict[str, Any]:
     """Register an instance with the proxy at `proxy` and return its answer; any refusal raises."""
-    body = {"role": role, "url": url, "ec_zmq_addrs": [ec_address] if ec_address else []}
+    body = {"role": role, "url": url, "ec_zmq_addrs": [ec_address] if ec_address else [], **fields}
     timeout = aiohttp.ClientTimeout(total=30)
     async with (
         aiohttp.ClientSession(timeout=timeout, headers={"X-API-Key": ADMIN_KEY}) as session,
