@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -114,10 +115,16 @@ class Proxy:
 
         await wait_until(holds, f"{url} is {state}", timeout_s)
 
-    def events(self, name: str) -> list[str]:
-        """Return the log lines of the running process that carry an event."""
+    def log(self) -> list[dict[str, Any]]:
+        """Return the log of the running process."""
         assert self.process is not None
-        return [line for line in self.process.stderr.splitlines() if f'"event":"{name}"' in line]
+        return [
+            json.loads(line) for line in self.process.stderr.splitlines(keepends=True) if line[-1] == "\n"
+        ]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Return the log lines of the running process that carry an event."""
+        return [line for line in self.log() if line["event"] == name]
 
 
 @asynccontextmanager
