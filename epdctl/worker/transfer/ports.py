@@ -168,7 +168,7 @@ class Received:
     _on_release: Callable[[], None] | None = field(default=None, repr=False)
 
     def release(self) -> None:
-        """Stop reading: the bytes stay reusable for the same item, and may be evicted."""
+        """Stop reading (on the event loop): the bytes stay for whoever wants the same item, until evicted."""
         callback, self._on_release = self._on_release, None
         if callback is not None:
             callback()

@@ -101,6 +101,7 @@ class RankPush:
         self.tasks: set[asyncio.Task[None]] = set()
         self._started_at = self._loop.time()
         self._over = False
+        self._stopped = False
         self._log = structlog.get_logger()
 
     @property
@@ -127,7 +128,8 @@ class RankPush:
         self._do(self._push.abort(self._loop.time()))
 
     def stop(self) -> None:
-        """Drop everything under way; the engine must be closed before the source is reused."""
+        """Drop what is under way and start nothing more; a source in use is still given back later."""
+        self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
         for task in self.tasks:
@@ -136,6 +138,12 @@ class RankPush:
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
+                case ReleaseSource():
+                    self._on_free()
+                case Finish():
+                    self._finish(action)
+                case _ if self._stopped:
+                    continue
                 case Reserve() | Complete() | Poll() | Cancel():
                     self._spawn(self._exchange(action))
                 case Write():
@@ -143,10 +151,6 @@ class RankPush:
                 case Withdraw():
                     if self._write is not None:
                         self._around.engine.withdraw(self._write)
-                case ReleaseSource():
-                    self._on_free()
-                case Finish():
-                    self._finish(action)
         self._set_timer()
         if self._push.is_over and not self._over:
             self._over = True
@@ -161,7 +165,7 @@ class RankPush:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._push.due_at is not None:
+        if self._push.due_at is not None and not self._stopped:
             self._timer = self._loop.call_at(self._push.due_at, self._tick)
 
     def _tick(self) -> None:

@@ -363,6 +363,20 @@ class TestClosing:
 
             assert producer.freed == ["t"]
 
+    async def test_a_source_that_is_read_when_closing_is_freed_by_the_engine(self) -> None:
+        """A write that outlives the sender keeps its source until the engine lets go of it."""
+        started: list[Started] = []
+        async with consumer_end() as consumer, producer_end(on_write=started.append) as producer:
+            pushing = asyncio.create_task(producer.sender.push(producer.item(consumer.address, "t", DATA)))
+            await wait_until(lambda: bool(started), "the write has started")
+            await producer.sender.close()
+            await asyncio.gather(pushing, return_exceptions=True)
+            early = list(producer.freed)
+            started[0].end(False)
+            await wait_until(lambda: producer.freed == ["t"], "the source is free")
+
+            assert early == []
+
     async def test_nothing_is_taken_after_closing(self) -> None:
         """A closed sender refuses."""
         async with producer_end() as producer:
