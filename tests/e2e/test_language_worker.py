@@ -360,10 +360,12 @@ class TestRefusals:
         assert (await bench.worker.health())[0] == 200
 
     async def test_other_paths_are_not_served(self, bench: Bench) -> None:
-        """Endpoints that this worker does not have are a JSON 404."""
+        """Endpoints of `/v1/` that this worker does not have are 501, others 404, both as JSON."""
         refused = await bench.worker.post("/v1/embeddings", {})
+        unknown = await bench.worker.post("/no/such/path", {})
 
-        assert (refused.status, "error" in refused.body) == (404, True)
+        assert (refused.status, refused.body["error"]["code"]) == (501, "unsupported_endpoint")
+        assert (unknown.status, "error" in unknown.body) == (404, True)
 
     async def test_the_request_id_is_echoed(self, bench: Bench) -> None:
         """The client's request id comes back in header and answer id, in streams and errors too."""
