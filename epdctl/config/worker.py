@@ -57,6 +57,7 @@ class WorkerSettings(CommandSettings):
     threads: int = Field(1, ge=1, description="CPU threads of the engine process.")
     register_url: str | None = Field(
         default_factory=lambda: os.environ.get("EPDCTL_REGISTER"),
+        validate_default=True,
         validation_alias="register",
         description="URL of an epdctl proxy to register with; kept alive, withdrawn on exit. The key comes "
         "from the variable ADMIN_API_KEY.",

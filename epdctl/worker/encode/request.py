@@ -17,6 +17,7 @@ from epdctl.errors import InvalidRequest, UnknownModel, UnsupportedMedia
 from epdctl.worker.encode.keys import NamedTransfer
 from epdctl.worker.encode.options import ItemOptions, parse_options
 
+_IMAGE_PARTS = frozenset({"image_url", "input_image"})
 _TEXT_PARTS = frozenset({"text", "input_text", "refusal"})
 _RESERVED_NAMES = frozenset({"ec_items", "consumer_zmq"})
 """Keys of `ec_transfer_params` that an item must not be called: its entry would overwrite them."""
@@ -110,7 +111,7 @@ def _media_part(part: Any, index: int, where: str) -> MediaPart | None:
     kind = part["type"]
     if kind in _TEXT_PARTS:
         return None
-    if kind != "image_url":
+    if kind not in _IMAGE_PARTS:
         raise UnsupportedMedia(f"this worker encodes image_url parts, not '{kind[:40]}'", param=where)
     return MediaPart(index=index, param=where, url=_url(part, where), uuid=_uuid(part.get("uuid"), where))
 
@@ -118,7 +119,9 @@ def _media_part(part: Any, index: int, where: str) -> MediaPart | None:
 def _url(part: Mapping[str, Any], where: str) -> str:
     value = part.get("image_url")
     if value is None:
-        raise UnsupportedMedia("an image_url part needs its image, a uuid alone is not enough", param=where)
+        raise UnsupportedMedia(
+            f"an {part['type']} part needs its image, a uuid alone is not enough", param=where
+        )
     url = value.get("url") if isinstance(value, dict) else value
     if not isinstance(url, str) or not url:
         raise InvalidRequest("image_url.url must be a non-empty string", param=f"{where}.image_url.url")

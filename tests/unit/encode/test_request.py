@@ -37,6 +37,20 @@ def test_captured_request_of_the_reference_proxy() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        IMAGE,
+        {"type": "image_url", "image_url": URL},
+        {"type": "input_image", "image_url": URL},
+        {"type": "image_url", "image_url": {"url": URL, "detail": "low"}},
+    ],
+)
+def test_spellings_of_a_picture(part: dict[str, Any]) -> None:
+    """The ways to write a picture that vLLM takes mean the same."""
+    assert [one.url for one in read(part).parts] == [URL]
+
+
 def test_pictures_are_numbered_across_messages_and_text_is_passed_over() -> None:
     """Only pictures count; their places in the body are kept for error messages."""
     body = {

@@ -1,0 +1,96 @@
+"""Flags of the bundled workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from epdctl.config import load_settings
+from epdctl.config.worker import EncodeSettings
+
+pytestmark = pytest.mark.unit
+
+PROG = "epdctl worker encode"
+
+
+def load(*arguments: str) -> EncodeSettings:
+    """Return the settings of a command line."""
+    return load_settings(EncodeSettings, PROG, ["--model", "m", *arguments])
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave no variable of the machine in the way."""
+    for name in ("ADMIN_API_KEY", "EPDCTL_REGISTER", "REGISTER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--register", "ftp://x"), "--register"),
+        (("--register", "http://x?y=1"), "--register"),
+        (("--advertise-url", "x:1"), "--advertise-url"),
+        (("--port", "70000"), "--port"),
+        (("--max-items", "9", "--queue-items", "8"), "--queue-items must be at least --max-items"),
+        (("--mooncake-ports", "40000-40100"), "--mooncake-ports"),
+        (("--mooncake-ports", "15000"), "--mooncake-ports"),
+        (("--allowed-local-media-path", "/no/such/folder"), "--allowed-local-media-path"),
+        (("--reply-after", "never"), "--reply-after"),
+        (("--dtype", "int8"), "--dtype"),
+        (("--no-such-flag", "1"), "--no-such-flag"),
+    ],
+)
+def test_wrong_flag_is_named(
+    arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong value ends with exit 2 and one message that names its flag."""
+    with pytest.raises(SystemExit) as end:
+        load(*arguments)
+
+    assert end.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_registration_comes_from_flag_or_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--register` is also EPDCTL_REGISTER, checked in the same way; the flag wins."""
+    assert load().register_url is None
+    monkeypatch.setenv("EPDCTL_REGISTER", "http://proxy:8000/")
+
+    assert load().register_url == "http://proxy:8000"
+    assert load("--register", "http://other:8000").register_url == "http://other:8000"
+    monkeypatch.setenv("EPDCTL_REGISTER", "proxy")
+    with pytest.raises(SystemExit):
+        load()
+
+
+def test_key_is_no_flag_and_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The admin key comes from ADMIN_API_KEY only, and settings do not print it."""
+    monkeypatch.setenv("ADMIN_API_KEY", "very-secret")
+    settings = load()
+
+    assert settings.admin_api_key is not None
+    assert settings.admin_api_key.get_secret_value() == "very-secret"
+    assert "very-secret" not in repr(settings)
+    with pytest.raises(SystemExit):
+        load("--admin-api-key", "x")
+
+
+def test_lists_and_names(tmp_path: Path) -> None:
+    """Hosts are a comma-separated list; the served name defaults to the model."""
+    settings = load("--allowed-media-domains", "a.example,b.example")
+
+    assert settings.allowed_media_domains == ("a.example", "b.example")
+    assert (settings.model_name, load("--served-model-name", "n").model_name) == ("m", "n")
+    assert load("--allowed-local-media-path", str(tmp_path)).allowed_local_media_path == tmp_path
+
+
+def test_engine_gets_what_mooncake_must_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mooncake's variables are in the engine's environment; what the operator set himself wins."""
+    monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
+
+    environment = load("--mooncake-ports", "16000-16100").engine_environment
+
+    assert (environment["MC_MIN_RPC_PORT"], environment["MC_MAX_RPC_PORT"]) == ("16000", "16100")
+    assert (environment["MC_FORCE_TCP"], environment["MC_LOG_LEVEL"]) == ("1", "INFO")
