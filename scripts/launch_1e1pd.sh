@@ -15,7 +15,7 @@
 #   NUM_PROMPTS 100       LOG_PATH .run/launch_1e1pd     TIMEOUT_SECONDS 300
 #   DYNAMIC_REGISTRATION  1: register over HTTP with ADMIN_API_KEY (made up when not given); 0: static URLs
 #   EC_SHARED_STORAGE_PATH  folder of ECExampleConnector (ENGINE=vllm); emptied first, so it must be ours
-# and besides: ENGINE (bundled, vllm), EC_PORT 14579, QUESTION; with ENGINE=vllm those of launch_vllm.sh.
+# and besides: ENGINE (bundled, vllm), EC_PORT 14579, QUESTION, KEEP 1 (stay up after the last request); with ENGINE=vllm those of launch_vllm.sh.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch_lib.sh"
 source "$ROOT/scripts/launch_vllm.sh"
@@ -56,3 +56,4 @@ register prefill_decode "$PREFILL_DECODE_PORT" "$EC_ADDRESS"
 wait_servable
 send_prompts
 ask_about_local_picture
+stay_up

@@ -18,6 +18,7 @@ MAX_NUM_SEQS=${MAX_NUM_SEQS:-128}
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-}                # empty: what the checkpoint allows
 TIMEOUT_SECONDS=${TIMEOUT_SECONDS:-300}         # until everything is healthy
 DYNAMIC_REGISTRATION=${DYNAMIC_REGISTRATION:-1} # 0: the proxy gets the URLs as flags
+KEEP=${KEEP:-0}                                 # 1: stay up after the last request
 PICTURE=$ROOT/examples/red.png
 QUESTION=${QUESTION:-What is the color of the image?}
 STOP_SECONDS=15
@@ -168,6 +169,13 @@ send_prompts() {
   say "sending $NUM_PROMPTS streaming requests"
   "$VENV_PYTHON" "$ROOT/scripts/send_prompts.py" --url "$PROXY_URL" --model "$MODEL" --count "$NUM_PROMPTS" \
     --question "$QUESTION"
+}
+
+stay_up() { # until Ctrl-C, SIGTERM, or the end of a process
+  [ "$KEEP" = 1 ] || return 0
+  say "staying up at $PROXY_URL with the model name $MODEL; Ctrl-C stops it"
+  wait -n || true
+  fail "a process ended; see $LOG_PATH"
 }
 
 ask_about_local_picture() {
