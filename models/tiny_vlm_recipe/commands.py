@@ -26,7 +26,7 @@ def write_trained(out: Path, *, architecture: str, seed: int) -> None:
     _prepare_torch()
     started = time.monotonic()
     trained = train(architecture, RECIPES[architecture], seed, _tell)
-    _tell(f"trained in {time.monotonic() - started:.0f} s")
+    _tell(f"trained in {time.monotonic() - started:.0f} s, {time.process_time():.0f} s of processor time")
     save(trained, out)
     _print_digests(out)
 

@@ -13,10 +13,10 @@ from models.tiny_vlm_recipe.training import Recipe, Stage
 
 SHARES = MappingProxyType(
     {
-        "colour": 0.18,
-        "two_colours": 0.25,
-        "three_colours": 0.30,
-        "figure": 0.17,
+        "colour": 0.14,
+        "two_colours": 0.26,
+        "three_colours": 0.37,
+        "figure": 0.13,
         "no_image": 0.04,
         "count": 0.06,
     }
@@ -25,13 +25,13 @@ RECIPES = MappingProxyType(
     {
         "qwen2_5_vl": Recipe(
             tower=Stage(steps=600, batch=40, rate=3e-3, warm_up=30, last_share=0.1),
-            language=Stage(steps=900, batch=32, rate=4e-3, warm_up=60, last_share=0.02),
+            language=Stage(steps=900, batch=32, rate=3e-3, warm_up=60, last_share=0.02),
             tower_rests=True,
             shares=SHARES,
         ),
         "qwen3_vl": Recipe(
             tower=Stage(steps=800, batch=40, rate=3e-3, warm_up=30, last_share=0.1),
-            language=Stage(steps=600, batch=32, rate=4e-3, warm_up=60, last_share=0.02),
+            language=Stage(steps=700, batch=32, rate=3e-3, warm_up=60, last_share=0.02),
             tower_rests=True,
             shares=SHARES,
         ),
