@@ -29,6 +29,7 @@ from epdctl.proxy.naming import Naming
 from epdctl.proxy.pipeline import Pipeline
 from epdctl.proxy.plan import Policies
 from epdctl.proxy.ports import RoutingPort
+from epdctl.proxy.record import RequestLog
 from epdctl.proxy.router import Router
 from epdctl.proxy.upstream import UpstreamClient
 from epdctl.registry.policies import Policy
@@ -122,6 +123,7 @@ class ProxyApi:
             pipeline=self._pipeline(client, canceller),
             routing=self._routing,
             metrics=self._metrics,
+            requests=self._request_log(),
         )
         yield
         await canceller.close()
@@ -130,6 +132,11 @@ class ProxyApi:
 
     async def _leave(self, app: web.Application) -> None:
         await self._generation.leave()
+
+    def _request_log(self) -> RequestLog:
+        settings = self._settings
+        is_on = settings.log_requests or settings.log_level in ("debug", "info")
+        return RequestLog(self._metrics, is_on=is_on, as_json=settings.log_format == "json")
 
     def _rules(self) -> IntakeRules:
         settings = self._settings

@@ -55,8 +55,7 @@ class Limits:
     max_json_depth: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, kw_only=True):
     """A parsed request body, in skeleton space; `cut` restores it.
 
     `fields` are the top-level fields without what was `dropped`; `items` is empty for a text-only request;

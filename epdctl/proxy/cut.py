@@ -11,7 +11,8 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 Piece = bytes | memoryview
 Body = tuple[Piece, ...]
@@ -29,8 +30,7 @@ _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"' + _BRACKETS))
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
     """A body and its skeleton: the same JSON with a placeholder instead of each long data URL.
 
     `spans` are offsets in `source` of the text between the quotes. Without spans the skeleton is the body.

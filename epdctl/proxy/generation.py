@@ -69,6 +69,7 @@ class Generation:
         pipeline: Pipeline,
         routing: RoutingPort,
         metrics: ControlMetrics,
+        requests: RequestLog,
     ) -> None:
         self._rules = rules
         self._keys = keys
@@ -77,7 +78,7 @@ class Generation:
         self._pipeline = pipeline
         self._routing = routing
         self._dropped = metrics.dropped_client_params
-        self._requests = RequestLog(metrics)
+        self._requests = requests
         self._log = structlog.get_logger()
         self._running: set[asyncio.Task[object]] = set()
         self._is_leaving = False
@@ -138,7 +139,7 @@ class Generation:
         self._refuse_many_prompts(content)
         for name in (*content.dropped, *routing_headers_in(request.headers)):
             self._dropped.labels(name).inc()
-        digests = await self._naming.digests(content) if content.items and rules.hashes_items else {}
+        digests, uuids = await self._named(content) if content.items else ({}, {})
         upstream = self._keys.upstream_authorization(authorization)
         return Job(
             request=content,
@@ -147,10 +148,15 @@ class Generation:
             headers=forwarded_headers(request.headers, upstream),
             record=record,
             affinity=_affinity(request, content) if rules.finds_affinity else None,
-            uuids=uuids_of(content, digests) if rules.rewrites else None,
-            item_keys={index: name.encode() for index, name in digests.items()},
+            uuids=uuids if rules.rewrites else None,
+            item_keys={index: name.encode() for index, name in digests.items()} if digests else {},
             batch_limit=rules.batch_limit,
         )
+
+    async def _named(self, content: Request) -> tuple[dict[int, str], dict[int, str]]:
+        """Return the digests and the uuids of the items, by index."""
+        digests = await self._naming.digests(content) if self._rules.hashes_items else {}
+        return digests, uuids_of(content, digests) if self._rules.rewrites else {}
 
     def _refuse_many_prompts(self, content: Request) -> None:
         if content.prompt_count > 1 and self._routing.roster().topology is Topology.E_P_D:

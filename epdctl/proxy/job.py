@@ -9,6 +9,8 @@ import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from epdctl.domain import InstanceUrl, TransferId
 from epdctl.proxy.content import Request
 from epdctl.proxy.headers import RANK_HEADER
@@ -20,8 +22,7 @@ from epdctl.proxy.upstream import json_headers
 from epdctl.registry.snapshot import Member
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What a request needs on every attempt.
 
     `uuids` is None with `--no-rewrite`; `item_keys` decide which encoder an item goes to (consistent
@@ -34,8 +35,8 @@ class Job:
     headers: list[tuple[str, str]]
     record: Record
     affinity: bytes | None = None
-    uuids: Mapping[int, str] | None = field(default_factory=dict)
-    item_keys: Mapping[int, bytes] = field(default_factory=dict)
+    uuids: Mapping[int, str] | None = msgspec.field(default_factory=dict)
+    item_keys: Mapping[int, bytes] = msgspec.field(default_factory=dict)
     batch_limit: int = 0
 
     def demand(self, avoid: frozenset[InstanceUrl], items: Iterable[MediaItem] | None = None) -> Demand:

@@ -3,18 +3,17 @@
 Rules of this file:
 - Every call ends in exactly one leg of the request's record, also when it is cancelled.
 - Evidence for health is only what the transport says: refused, or lost before the first byte, is unreachable;
-  an answer below 500 is a sign of life; nothing else is evidence.
+  an answer below 500 is a sign of life (reported once a second, it says nothing new more often).
 - Whatever is not a usable answer leaves as `StageFailed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
-from epdctl.domain import Observation, Stage
+from epdctl.domain import InstanceUrl, Observation, Stage
 from epdctl.errors import EpdError, UpstreamProtocol, UpstreamTimeout, UpstreamUnreachable
 from epdctl.metrics import ControlMetrics
 from epdctl.proxy.connection import CallFailed, Sink
@@ -27,6 +26,8 @@ from epdctl.proxy.upstream import Answer, Call, OpenAnswer, UpstreamClient
 from epdctl.registry.snapshot import Member
 
 MAX_ERROR_BYTES = 1024 * 1024
+_REPORT_EVERY_S = 1.0
+_MAX_REPORTS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class OpenLeg:
         self.stage = stage
         self.member = member
         self.started_at = perf_counter()
-        meters.in_flight[stage].inc()
+        meters.in_flight[stage] += 1
 
     def end(self, outcome: str) -> None:
         """Count the leg and put it into the request's record."""
@@ -81,22 +82,27 @@ class OpenLeg:
             return
         self._is_open = False
         elapsed_s = perf_counter() - self.started_at
-        self._meters.in_flight[self.stage].dec()
+        self._meters.in_flight[self.stage] -= 1
         self._meters.seconds[self.stage].observe(elapsed_s)
         if outcome == CANCELLED:
             self._meters.cancels[self.stage].inc()
         self._record.legs.append(
-            Leg(stage=self.stage, url=self.member.url, elapsed_s=elapsed_s, outcome=outcome)
+            Leg(stage=self.stage, instance=self.member.url, elapsed_s=round(elapsed_s, 6), outcome=outcome)
         )
 
 
 class StageMeters:
-    """The metrics of stages, looked up once."""
+    """The metrics of stages, looked up once; what is in flight is counted here and read by a scrape."""
 
     def __init__(self, metrics: ControlMetrics) -> None:
         self.seconds = {stage: metrics.stage_seconds.labels(stage.value) for stage in Stage}
-        self.in_flight = {stage: metrics.in_flight.labels(stage.value) for stage in Stage}
         self.cancels = {stage: metrics.cancels.labels(stage.value) for stage in Stage}
+        self.in_flight = dict.fromkeys(Stage, 0)
+        for stage in Stage:
+            metrics.in_flight.labels(stage.value).set_function(partial(self._in_flight, stage))
+
+    def _in_flight(self, stage: Stage) -> float:
+        return self.in_flight[stage]
 
 
 class DecodeLeg:
@@ -138,14 +144,20 @@ class Legs:
         self._routing = routing
         self._deadlines = deadlines
         self._meters = StageMeters(metrics)
+        self._next_report: dict[InstanceUrl, float] = {}
 
     async def ask(self, stage: Stage, member: Member, call: Call, record: Record) -> Answer:
         """Return the whole answer of an encode or prefill call; raises StageFailed."""
         timeout_s = self._deadlines.encode if stage is Stage.ENCODE else self._deadlines.prefill
         leg = OpenLeg(self._meters, stage, member, record)
-        with self._ended_on_failure(leg):
+        try:
             answer = await self._client.call(member.url, call, timeout_s=timeout_s)
             self._judge(leg, answer)
+        except CallFailed as failure:
+            raise self._fail(leg, failure) from failure
+        except BaseException as error:
+            leg.end(_outcome(error))
+            raise
         leg.end(OK)
         return answer
 
@@ -155,19 +167,23 @@ class Legs:
         Raises StageFailed.
         """
         leg = OpenLeg(self._meters, Stage.DECODE, member, record)
-        with self._ended_on_failure(leg):
+        opened = None
+        try:
             opened = await self._client.open(member.url, call, timeout_s=self._deadlines.first_byte)
-            try:
-                whole = await self._read_unless_stream(opened)
-                if whole is not None:
-                    self._judge(leg, whole)
-                    if not is_json_object(whole.body):
-                        raise _failed(leg, FailureKind.PROTOCOL)
-            except BaseException:
+            whole = await self._read_unless_stream(opened)
+            if whole is None:
+                self._responded(member)
+            else:
+                self._judge(leg, whole)
+                if not is_json_object(whole.body):
+                    raise _failed(leg, FailureKind.PROTOCOL)
+        except BaseException as error:
+            if opened is not None:
                 opened.close()
-                raise
-        if whole is None:
-            self._routing.observe(member, Observation.RESPONDED)
+            if isinstance(error, CallFailed):
+                raise self._fail(leg, error) from error
+            leg.end(_outcome(error))
+            raise
         return DecodeLeg(leg, opened, whole)
 
     async def _read_unless_stream(self, opened: OpenAnswer) -> Answer | None:
@@ -180,7 +196,7 @@ class Legs:
     def _judge(self, leg: OpenLeg, answer: Answer) -> None:
         """Raise StageFailed unless the answer's status is a success."""
         if answer.status < 500:
-            self._routing.observe(leg.member, Observation.RESPONDED)
+            self._responded(leg.member)
         if 200 <= answer.status < 300:
             return
         if answer.status < 400:
@@ -195,21 +211,26 @@ class Legs:
             status=answer.status,
         )
 
-    @contextmanager
-    def _ended_on_failure(self, leg: OpenLeg) -> Iterator[None]:
-        try:
-            yield
-        except CallFailed as failure:
-            leg.end(failure.kind.value)
-            if failure.kind is FailureKind.UNREACHABLE:
-                self._routing.observe(leg.member, Observation.UNREACHABLE)
-            raise _failed(leg, failure.kind) from failure
-        except StageFailed as failure:
-            leg.end(failure.kind.value)
-            raise
-        except BaseException:
-            leg.end(CANCELLED)
-            raise
+    def _responded(self, member: Member) -> None:
+        """Report a sign of life: the first after trouble, and else one a second."""
+        now = perf_counter()
+        if now >= self._next_report.get(member.url, 0.0):
+            if len(self._next_report) >= _MAX_REPORTS:
+                self._next_report.clear()
+            self._next_report[member.url] = now + _REPORT_EVERY_S
+            self._routing.observe(member, Observation.RESPONDED)
+
+    def _fail(self, leg: OpenLeg, failure: CallFailed) -> StageFailed:
+        """End a leg whose call failed, tell what that says about the instance, and return our failure."""
+        leg.end(failure.kind.value)
+        if failure.kind is FailureKind.UNREACHABLE:
+            self._next_report.pop(leg.member.url, None)
+            self._routing.observe(leg.member, Observation.UNREACHABLE)
+        return _failed(leg, failure.kind)
+
+
+def _outcome(error: BaseException) -> str:
+    return error.kind.value if isinstance(error, StageFailed) else CANCELLED
 
 
 def _failed(leg: OpenLeg, kind: FailureKind) -> StageFailed:

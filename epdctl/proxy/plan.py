@@ -11,7 +11,9 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from epdctl.domain import InstanceUrl, Modality, Replica, Role
 from epdctl.errors import NoInstance, UnknownModel
@@ -24,14 +26,13 @@ Draw = Callable[[], float]
 """A source of random numbers in [0, 1), handed in."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cursors:
+class Cursors(msgspec.Struct, frozen=True, kw_only=True):
     """Where each rotation stands; `replicas` counts the turns of instances with several replicas."""
 
     encode: int = 0
     prefill: int = 0
     decode: int = 0
-    replicas: Mapping[InstanceUrl, int] = field(default_factory=dict)
+    replicas: Mapping[InstanceUrl, int] = msgspec.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +53,7 @@ class ItemDemand:
     key: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """What a request needs. `affinity` is the key for prefill and decode; `avoid` failed just now."""
 
     model: str | None = None
@@ -71,8 +71,7 @@ class EncodeBatch:
     items: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutePlan:
+class RoutePlan(msgspec.Struct, frozen=True, kw_only=True):
     """A complete plan. `prefill` is None in E+PD; `consumer` is the replica that receives embeddings."""
 
     batches: tuple[EncodeBatch, ...]
@@ -81,8 +80,51 @@ class RoutePlan:
     consumer: Replica
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Able:
+    """The members that can serve a model, with media or without, and that have somebody to work with.
+
+    It depends on the roster alone, so it is worked out once for each roster, model and kind. `prefills` is
+    None in E+PD; `encoders` is empty for requests without media. `has_pairs` tells that a prefill may not be
+    followed by every decode.
+    """
+
+    encoders: Members
+    prefills: Members | None
+    decodes: Members
+    has_pairs: bool
+
+
+def find_able(roster: Roster, model: str | None, *, has_media: bool) -> Able:
+    """Return who can serve `model`.
+
+    Raises:
+        NoInstance: a stage has no ready instance for the model, or none that fits the other stages'.
+        UnknownModel: every stage has ready instances, and none lists the model.
+    """
+    combined = roster.by_role(Role.PREFILL_DECODE)
+    is_split = not combined and bool(roster.by_role(Role.PREFILL) or roster.by_role(Role.DECODE))
+    roles = (Role.PREFILL, Role.DECODE) if is_split else (Role.PREFILL_DECODE,)
+    if has_media:
+        roles = (Role.ENCODE, *roles)
+    able = [_serving(roster.by_role(role), model) for role in roles]
+    if not all(able):
+        raise _missing(roster, roles, able, model)
+    encoders = able[0] if has_media else ()
+    if not is_split:
+        return Able(
+            encoders=encoders,
+            prefills=None,
+            decodes=_reachable(able[-1], encoders, Role.DECODE),
+            has_pairs=False,
+        )
+    prefills = _reachable(_paired(able[-2], able[-1]), encoders, Role.PREFILL)
+    has_pairs = not all(_fit(p, d) for p in prefills for d in able[-1])
+    return Able(encoders=encoders, prefills=prefills, decodes=able[-1], has_pairs=has_pairs)
+
+
 def plan_route(
-    roster: Roster,
+    able: Able,
     cursors: Cursors,
     demand: Demand,
     *,
@@ -90,27 +132,19 @@ def plan_route(
     loads: Loads,
     draw: Draw,
 ) -> tuple[RoutePlan, Cursors]:
-    """Return a plan for `demand` and the cursors to commit with it.
-
-    Raises:
-        NoInstance: a stage has no ready instance for the model, or none that fits the other stages'.
-        UnknownModel: every stage has ready instances, and none lists the model.
-    """
-    encoders, prefills, decodes = _able(roster, demand)
-    prefill, at_prefill = None, cursors.prefill
-    if prefills is not None:
-        fitting = _paired(prefills, decodes)
+    """Return a plan for `demand` and the cursors to commit with it; raises NoInstance when nobody fits."""
+    prefill, at_prefill, decodes = None, cursors.prefill, able.decodes
+    if able.prefills is not None:
         prefill, at_prefill = choose(
             policies.prefill,
-            _avoiding(_reachable(fitting, encoders, Role.PREFILL), demand.avoid),
+            _avoiding(able.prefills, demand.avoid),
             cursor=cursors.prefill,
             loads=loads,
             key=demand.affinity,
             draw=draw(),
         )
-        decodes = tuple(d for d in decodes if _fit(prefill, d))
-    else:
-        decodes = _reachable(decodes, encoders, Role.DECODE)
+        if able.has_pairs:
+            decodes = tuple(d for d in decodes if _fit(prefill, d))
     decode, at_decode = choose(
         policies.decode,
         _avoiding(decodes, demand.avoid),
@@ -121,7 +155,9 @@ def plan_route(
     )
     consumer = prefill or decode
     replica, replicas = _choose_replica(consumer, cursors.replicas)
-    batches, at_encode = _spread(encoders, cursors.encode, demand, consumer, policies.encode, loads, draw)
+    batches, at_encode = _spread(
+        able.encoders, cursors.encode, demand, consumer, policies.encode, loads, draw
+    )
     return (
         RoutePlan(batches=batches, prefill=prefill, decode=decode, consumer=replica),
         Cursors(encode=at_encode, prefill=at_prefill, decode=at_decode, replicas=replicas),
@@ -129,7 +165,7 @@ def plan_route(
 
 
 def plan_encoders(
-    roster: Roster,
+    able: Able,
     cursors: Cursors,
     demand: Demand,
     *,
@@ -139,9 +175,8 @@ def plan_encoders(
     draw: Draw,
 ) -> tuple[tuple[EncodeBatch, ...], Cursors]:
     """Return encoder calls for the items of `demand` alone; raises NoInstance when no encoder fits."""
-    encoders = _serving(roster.by_role(Role.ENCODE), demand.model)
-    batches, at = _spread(encoders, cursors.encode, demand, consumer, policy, loads, draw)
-    return batches, replace(cursors, encode=at)
+    batches, at = _spread(able.encoders, cursors.encode, demand, consumer, policy, loads, draw)
+    return batches, msgspec.structs.replace(cursors, encode=at)
 
 
 def has_other(roster: Roster, role: Role, model: str | None, url: InstanceUrl) -> bool:
@@ -201,26 +236,6 @@ def _avoiding(members: Members, avoid: frozenset[InstanceUrl]) -> Members:
 
 def _serving(members: Members, model: str | None) -> Members:
     return members if model is None else tuple(m for m in members if m.serves(model))
-
-
-def _able(roster: Roster, demand: Demand) -> tuple[Members, Members | None, Members]:
-    """Return the encoders, prefills (None in E+PD) and decodes that serve the model; none may be missing.
-
-    Encoders are left empty for a request without media.
-    """
-    combined = roster.by_role(Role.PREFILL_DECODE)
-    is_split = not combined and bool(roster.by_role(Role.PREFILL) or roster.by_role(Role.DECODE))
-    roles = (Role.PREFILL, Role.DECODE) if is_split else (Role.PREFILL_DECODE,)
-    if demand.items:
-        roles = (Role.ENCODE, *roles)
-    able = [_serving(roster.by_role(role), demand.model) for role in roles]
-    if not all(able):
-        raise _missing(roster, roles, able, demand.model)
-    return (
-        able[0] if demand.items else (),
-        able[-2] if is_split else None,
-        able[-1],
-    )
 
 
 def _missing(

@@ -10,7 +10,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from epdctl.domain import InstanceUrl, Stage
@@ -99,8 +99,10 @@ class RetryBudget:
 
     def earn(self) -> RetryBudget:
         """Return the budget after one more request."""
-        return replace(self, tokens=min(_RESERVE, self.tokens + RETRY_SHARE))
+        return (
+            self if self.tokens >= _RESERVE else RetryBudget(tokens=min(_RESERVE, self.tokens + RETRY_SHARE))
+        )
 
     def spend(self) -> RetryBudget | None:
         """Return the budget after one retry, or None when it is used up."""
-        return replace(self, tokens=self.tokens - 1) if self.tokens >= 1 else None
+        return RetryBudget(tokens=self.tokens - 1) if self.tokens >= 1 else None

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import replace
+
+import msgspec
 
 from epdctl.domain import InstanceUrl, Role
 from epdctl.proxy.plan import (
+    Able,
     Cursors,
     Demand,
     EncodeBatch,
     Policies,
     RoutePlan,
+    find_able,
     has_other,
     plan_encoders,
     plan_route,
@@ -25,6 +28,7 @@ from epdctl.registry.policies import Policy
 from epdctl.registry.snapshot import Member, Roster
 
 _NO_LOADS: Mapping[InstanceUrl, int] = {}
+_MAX_KINDS = 256
 
 
 class Router:
@@ -34,7 +38,8 @@ class Router:
         self._routing = routing
         self._policies = policies
         self._cursors = Cursors()
-        self._seen_version = -1
+        self._roster: Roster | None = None
+        self._able_by_kind: dict[tuple[str | None, bool], Able] = {}
         self._needs_loads = any(
             policy is not Policy.ROUND_ROBIN
             for policy in (policies.encode, policies.prefill, policies.decode)
@@ -52,22 +57,21 @@ class Router:
     def route(self, demand: Demand) -> RoutePlan:
         """Return a complete plan for `demand`; raises NoInstance or UnknownModel and moves nothing then."""
         roster = self._routing.roster()
-        plan, cursors = plan_route(
-            roster,
+        plan, self._cursors = plan_route(
+            self._able(roster, demand),
             self._cursors,
             demand,
             policies=self._policies,
             loads=self._loads(roster),
             draw=random.random,
         )
-        self._commit(roster, cursors)
         return plan
 
     def reroute_items(self, demand: Demand, consumer: Member) -> tuple[EncodeBatch, ...]:
         """Return encoder calls for the items of `demand` alone, for the same consumer; raises NoInstance."""
         roster = self._routing.roster()
-        batches, cursors = plan_encoders(
-            roster,
+        batches, self._cursors = plan_encoders(
+            self._able(roster, demand),
             self._cursors,
             demand,
             consumer=consumer,
@@ -75,7 +79,6 @@ class Router:
             loads=self._loads(roster),
             draw=random.random,
         )
-        self._commit(roster, cursors)
         return batches
 
     def has_other(self, role: Role, model: str | None, url: InstanceUrl) -> bool:
@@ -87,11 +90,23 @@ class Router:
             return _NO_LOADS
         return {member.url: self._routing.in_flight(member.url) for member in roster.members}
 
-    def _commit(self, roster: Roster, cursors: Cursors) -> None:
-        if roster.version != self._seen_version and cursors.replicas:
-            # Turns of instances that have left would pile up otherwise.
+    def _able(self, roster: Roster, demand: Demand) -> Able:
+        """Return who can serve `demand`, worked out once for each roster."""
+        if roster is not self._roster:
+            self._roster = roster
+            self._able_by_kind.clear()
+            self._forget_replicas(roster)
+        kind = (demand.model, bool(demand.items))
+        able = self._able_by_kind.get(kind)
+        if able is None:
+            able = find_able(roster, demand.model, has_media=bool(demand.items))
+            if len(self._able_by_kind) < _MAX_KINDS:
+                self._able_by_kind[kind] = able
+        return able
+
+    def _forget_replicas(self, roster: Roster) -> None:
+        """Drop the turns of instances that have left, which would pile up otherwise."""
+        if self._cursors.replicas:
             present = {member.url for member in roster.members}
-            kept = {url: turn for url, turn in cursors.replicas.items() if url in present}
-            cursors = replace(cursors, replicas=kept)
-        self._seen_version = roster.version
-        self._cursors = cursors
+            kept = {url: turn for url, turn in self._cursors.replicas.items() if url in present}
+            self._cursors = msgspec.structs.replace(self._cursors, replicas=kept)

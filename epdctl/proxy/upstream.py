@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
+
 from epdctl.domain import InstanceUrl
 from epdctl.proxy.connection import READ_BYTES, CallFailed, Connection, Sink
 from epdctl.proxy.cut import Body, body_length
@@ -36,8 +38,7 @@ _MAX_IDLE_S = 30.0
 _MAX_TARGETS = 4096
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One request to an instance; `headers` is ready header text, each line ended."""
 
     path: str
@@ -46,8 +47,7 @@ class Call:
     method: str = "POST"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """A whole answer."""
 
     status: int

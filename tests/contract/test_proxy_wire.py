@@ -25,7 +25,7 @@ from epdctl.proxy.encode_reply import read_encode_reply
 from epdctl.proxy.encode_request import build_encode_body
 from epdctl.proxy.keys import digest, key_material
 from epdctl.proxy.kv_handoff import MooncakeHandoff, NixlHandoff, read_engine_id
-from epdctl.proxy.plan import Cursors, Demand, ItemDemand, Policies, plan_route
+from epdctl.proxy.plan import Cursors, Demand, ItemDemand, Policies, find_able, plan_route
 from epdctl.proxy.retry import error_of_status
 from epdctl.proxy.rewrite import (
     NOTHING_ENCODED,
@@ -109,8 +109,9 @@ class Ours:
         items = tuple(
             ItemDemand(index=item.index, modality=item.modality, key=b"") for item in self.request.items
         )
+        roster = Roster(version=1, topology=Topology.E_PD, members=tuple(members))
         plan, _ = plan_route(
-            Roster(version=1, topology=Topology.E_PD, members=tuple(members)),
+            find_able(roster, None, has_media=bool(items)),
             Cursors(),
             Demand(items=items),
             policies=ROUND,

@@ -19,6 +19,7 @@ from epdctl.proxy.plan import (
     ItemDemand,
     Policies,
     RoutePlan,
+    find_able,
     plan_encoders,
     plan_route,
 )
@@ -48,10 +49,11 @@ def plan(
     loads: Mapping[InstanceUrl, int] | None = None,
 ) -> tuple[RoutePlan, Cursors]:
     """Plan with defaults."""
+    demand = demand or Demand()
     return plan_route(
-        on,
+        find_able(on, demand.model, has_media=bool(demand.items)),
         cursors or Cursors(),
-        demand or Demand(),
+        demand,
         policies=policies,
         loads=loads or {},
         draw=lambda: 0.0,
@@ -287,7 +289,7 @@ class TestPolicies:
 def test_items_can_be_planned_again_by_themselves() -> None:
     """The items of a failed call go to another encoder; only the encoders' turn moves."""
     batches, cursors = plan_encoders(
-        roster(E0, E1, PD0),
+        find_able(roster(E0, E1, PD0), None, has_media=True),
         Cursors(encode=1, decode=5),
         Demand(items=images(2)[1:], avoid=frozenset({E0.url})),
         consumer=PD0,
