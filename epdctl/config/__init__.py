@@ -10,10 +10,17 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args
 
 from pydantic import ValidationError
-from pydantic_settings import CLI_SUPPRESS, BaseSettings, CliApp, CliSettingsSource, SettingsConfigDict
+from pydantic_settings import (
+    CLI_SUPPRESS,
+    BaseSettings,
+    CliApp,
+    CliPositionalArg,
+    CliSettingsSource,
+    SettingsConfigDict,
+)
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
@@ -48,8 +55,15 @@ def usage_error(prog: str, message: str) -> NoReturn:
     raise SystemExit(EXIT_USAGE)
 
 
-def _flag(location: tuple[Any, ...]) -> str:
+_POSITIONAL = get_args(CliPositionalArg[str])[1]
+
+
+def _flag(kind: type[CommandSettings], location: tuple[Any, ...]) -> str:
+    """Return how the user wrote the setting at `location`: a flag, an argument's name, or a variable."""
     name = str(location[0]) if location else ""
+    field = kind.model_fields.get(name)
+    if field is not None and _POSITIONAL in field.metadata:
+        return name.upper()
     return name if name.isupper() else "--" + name.replace("_", "-")
 
 
@@ -73,7 +87,7 @@ def load_settings(kind: type[S], prog: str, arguments: Sequence[str]) -> S:
         )
     except ValidationError as error:
         first = error.errors()[0]
-        where = _flag(first["loc"])
+        where = _flag(kind, first["loc"])
         message = first["msg"].removeprefix("Value error, ")
         usage_error(prog, f"{where}: {message}" if first["loc"] else message)
 

@@ -38,6 +38,11 @@ CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_comma_list)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+def variable_EPDCTL_REGISTER() -> str | None:  # noqa: N802 - `--help` shows this name as the default
+    """Return the variable behind `--register`, whose field cannot have that name (pydantic's own)."""
+    return os.environ.get("EPDCTL_REGISTER")
+
+
 class WorkerSettings(CommandSettings):
     """Settings that every bundled worker has."""
 
@@ -56,7 +61,7 @@ class WorkerSettings(CommandSettings):
     dtype: Dtype = Field("auto", description="Data type of the model; auto is the checkpoint's own.")
     threads: int = Field(1, ge=1, description="CPU threads of the engine process.")
     register_url: str | None = Field(
-        default_factory=lambda: os.environ.get("EPDCTL_REGISTER"),
+        default_factory=variable_EPDCTL_REGISTER,
         validate_default=True,
         validation_alias="register",
         description="URL of an epdctl proxy to register with; kept alive, withdrawn on exit. The key comes "
