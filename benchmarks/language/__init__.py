@@ -1,0 +1,1 @@
+"""What interleaving is worth: many answers at once against one after another, on the bundled worker."""
