@@ -4,4 +4,5 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("torch") else ["test_model.py", "test_sampling.py", "test_loop.py", "random_model.py"]
+NEED_TORCH = ["test_model.py", "test_sampling.py", "test_loop.py", "random_model.py"]
+collect_ignore = [] if find_spec("torch") else NEED_TORCH
