@@ -66,6 +66,8 @@ class Delivery:
 
     def __init__(self, request: web.Request, request_id: str, *, idle_s: float) -> None:
         self._request = request
+        self._protocol = request.protocol
+        self._transport: asyncio.Transport | None = None
         self._request_id = request_id
         self._idle_s = idle_s
         self._is_chunked = False
@@ -95,37 +97,36 @@ class Delivery:
         self._tail = StreamTail()
         self._lives_on = self._is_chunked and bool(self._request.keep_alive)
         framing = b"transfer-encoding: chunked\r\n" if self._is_chunked else b""
-        self._transport().write(self._head(status, headers, framing))
+        self._transport = self._open_transport()
+        self._transport.write(self._head(status, headers, framing))
 
     async def send_whole(self, status: int, headers: RawHeaders, body: bytes) -> Delivered:
         """Send a whole answer, a bounded piece at a time; raises ClientGone."""
         self._lives_on = bool(self._request.keep_alive)
         head = self._head(status, headers, b"content-length: %d\r\n" % len(body))
         if len(head) + len(body) <= _JOIN_BYTES:
-            self._transport().write(head + body)
+            self._open_transport().write(head + body)
         else:
             for group in bounded_groups((head, body), WRITE_BYTES):
-                self._transport().writelines(group)
+                self._open_transport().writelines(group)
                 await self.drained()
         return delivered(status, lives_on=self._lives_on)
 
     def write(self, pieces: list[bytes]) -> bool:
         """Send a part of the body, as one chunk; say whether the client keeps up."""
-        transport = self._request.transport
+        transport = self._transport
         if transport is None or transport.is_closing():
             return False
-        size = sum(map(len, pieces))
-        if size <= _JOIN_BYTES:
-            data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            transport.write(b"%x\r\n%b\r\n" % (size, data) if self._is_chunked else data)
-        elif self._is_chunked:
-            transport.writelines([b"%x\r\n" % size, *pieces, b"\r\n"])
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if not self._is_chunked:
+            transport.write(data)
+        elif len(data) <= _JOIN_BYTES:
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         else:
-            transport.writelines(pieces)
+            transport.writelines((b"%x\r\n" % len(data), data, b"\r\n"))
         if self._tail is not None:
-            for piece in pieces:
-                self._tail.feed(piece)
-        return not self._request.protocol.writing_paused
+            self._tail.feed(data)
+        return not self._protocol.writing_paused
 
     async def drained(self) -> None:
         """Wait until the client has taken what was written; raise ClientGone when it does not."""
@@ -140,7 +141,7 @@ class Delivery:
     def end(self) -> Delivered:
         """End a stream."""
         if self._is_chunked:
-            self._transport().write(b"0\r\n\r\n")
+            self._open_transport().write(b"0\r\n\r\n")
         return delivered(self._status, lives_on=self._lives_on)
 
     def fail(self, error: EpdError) -> Delivered:
@@ -157,7 +158,7 @@ class Delivery:
         if self._request.transport is not None:
             self._request.transport.abort()
 
-    def _transport(self) -> asyncio.Transport:
+    def _open_transport(self) -> asyncio.Transport:
         transport = self._request.transport
         if transport is None:
             raise ClientGone
