@@ -1,7 +1,7 @@
 """Takes a request in: whose it is, its body, and what it may carry on.
 
-Rules of this file: a body is received into one buffer and never copied again; it is refused as soon as it is
-known to be too large, and given up when it stops arriving.
+Rules of this file: a body is joined once and never copied again; it is refused as soon as it is known to be
+too large, and given up when it stops arriving.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from aiohttp import web
 
 from epdctl.errors import BodyTooLarge, InvalidRequest, NotAuthenticated
 from epdctl.http_auth import is_same_secret
-
-_PREALLOCATE_BYTES = 16 * 1024 * 1024
-_GROWTH = 4
 
 
 class DataPlaneKeys:
@@ -41,7 +38,7 @@ class DataPlaneKeys:
         return None if self._keys else authorization
 
 
-async def read_body(request: web.Request, *, limit: int, idle_s: float) -> bytes | bytearray:
+async def read_body(request: web.Request, *, limit: int, idle_s: float) -> bytes:
     """Return the request's body.
 
     Raises:
@@ -57,35 +54,26 @@ async def read_body(request: web.Request, *, limit: int, idle_s: float) -> bytes
             if len(body) > limit:
                 raise _too_large(limit)
             return body
-        return await _gather(request, length, limit, idle_s)
+        return await _gather(request, limit, idle_s)
     except TimeoutError:
         raise InvalidRequest("the body stopped arriving") from None
     except web.RequestPayloadError as error:
         raise InvalidRequest("the body cannot be read") from error
 
 
-async def _gather(request: web.Request, length: int | None, limit: int, idle_s: float) -> bytearray:
+async def _gather(request: web.Request, limit: int, idle_s: float) -> bytes:
+    """Return the body once all of it is here; joining it at the end touches its memory once."""
     loop = asyncio.get_running_loop()
-    body = bytearray(min(length or 0, _PREALLOCATE_BYTES))
+    pieces: list[bytes] = []
     size = 0
     async with asyncio.timeout(idle_s) as deadline:
         async for piece in request.content.iter_any():
             deadline.reschedule(loop.time() + idle_s)
-            end = size + len(piece)
-            if end > limit:
+            size += len(piece)
+            if size > limit:
                 raise _too_large(limit)
-            if end > len(body):
-                body.extend(bytes(_grown(len(body), end, length) - len(body)))
-            body[size:end] = piece
-            size = end
-    del body[size:]
-    return body
-
-
-def _grown(have: int, need: int, length: int | None) -> int:
-    """Return the buffer's next size: by a factor, so that growing copies little, to the length if known."""
-    wanted = max(need, have * _GROWTH)
-    return max(need, min(wanted, length)) if length is not None else wanted
+            pieces.append(piece)
+    return b"".join(pieces)
 
 
 def _too_large(limit: int) -> BodyTooLarge:
