@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import contextlib
 import mimetypes
 import re
 import shlex
@@ -32,6 +33,7 @@ MODEL = ROOT / "models" / "tiny-vlm" / "qwen2_5_vl"
 PICTURE = ROOT / "examples" / "red.png"
 QUESTION = "What is the color of the image?"
 REQUEST_TIMEOUT_S = 120.0
+EXIT_INTERRUPTED = 130
 
 
 class DemoFailed(Exception):
@@ -176,7 +178,8 @@ async def demo(arguments: argparse.Namespace, say: Say) -> int:
         if arguments.keep:
             say(f"staying up at {deployment.url}, Ctrl-C stops it:")
             sys.stderr.write(keep_lines(deployment, name, arguments.image, arguments.question))
-            await asyncio.Event().wait()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
     return EXIT_OK
 
 
@@ -185,7 +188,7 @@ def main() -> int:
     arguments = parse_arguments()
     say = progress(time.monotonic())
     try:
-        return asyncio.run(run_until_signal(demo(arguments, say), say))
+        return asyncio.run(run_until_signal(demo(arguments, say), say, when_signalled=EXIT_INTERRUPTED))
     except (DemoFailed, aiohttp.ClientError, TimeoutError) as failure:
         say(f"failed: {failure or type(failure).__name__}; logs are in {arguments.log_dir}")
         return EXIT_FAILED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,35 @@ from epdctl.domain import Role
 from tests.stubs.consumer import StubConsumer
 from tests.stubs.instance import StubInstance
 from tests.stubs.process import Process, start_process
+
+HAS_WORKER_EXTRA = all(find_spec(name) is not None for name in ("torch", "transformers", "PIL", "mooncake"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--full`, which runs the long variants too."""
+    parser.addoption("--full", action="store_true", help="run the tests marked full too: soaks, large models")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out modules of real workers where the worker extra is not installed: they import torch."""
+    if (
+        HAS_WORKER_EXTRA
+        or collection_path.suffix != ".py"
+        or collection_path.parent.name not in ("e2e", "faults")
+    ):
+        return None
+    return True if "pytest.mark.worker" in collection_path.read_text() else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the long variants without `--full`, and real vLLM unless its marker is asked for."""
+    unwanted = set() if config.getoption("--full") else {"full"}
+    if "interop" not in config.option.markexpr:
+        unwanted.add("interop")
+    left_out = [item for item in items if unwanted & {mark.name for mark in item.iter_markers()}]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 class StartProcess(Protocol):

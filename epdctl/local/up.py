@@ -80,8 +80,10 @@ async def _serve(settings: UpSettings, say: Say) -> int:
         return await _until_one_ends(deployment, say)
 
 
-async def run_until_signal(work: Coroutine[None, None, int], say: Say) -> int:
-    """Run `work`; SIGINT or SIGTERM cancels it, so that it cleans up, and then counts as success."""
+async def run_until_signal(
+    work: Coroutine[None, None, int], say: Say, *, when_signalled: int = EXIT_OK
+) -> int:
+    """Run `work`; on SIGINT or SIGTERM cancel it, let it clean up, and return `when_signalled`."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
     stopped_by_signal = False
@@ -101,7 +103,7 @@ async def run_until_signal(work: Coroutine[None, None, int], say: Say) -> int:
     except asyncio.CancelledError:
         if not stopped_by_signal:
             raise
-        return EXIT_OK
+        return when_signalled
 
 
 def run(settings: UpSettings) -> int:

@@ -78,7 +78,9 @@ def _part(part: Any, path: str, merge: int, images: list[ImagePart]) -> dict[str
         )
     if kind in _OTHER_EMBEDS:
         raise UnsupportedMedia(f"{path}: {kind} is not supported, only image_embeds", param=path)
-    raise InvalidRequest(f"{path}.type must be text or image_embeds", param=f"{path}.type")
+    raise UnsupportedMedia(
+        f"{path} must be an object whose type is text, or an image that came through the proxy", param=path
+    )
 
 
 def _image(part: Mapping[str, Any], path: str, merge: int) -> ImagePart:

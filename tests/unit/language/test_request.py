@@ -101,11 +101,11 @@ def test_media_that_is_not_encoded_is_refused_with_the_way_out(kind: str) -> Non
 
 
 def test_an_unknown_part_is_refused() -> None:
-    """A part of an unknown type is a 400 that says which types there are."""
-    with pytest.raises(InvalidRequest, match="text or image_embeds") as refused:
+    """A part of an unknown type is unsupported media, and the message says what a client may send."""
+    with pytest.raises(UnsupportedMedia, match="whose type is text") as refused:
         parse_chat(content({"type": "hologram"}), 2)
 
-    assert refused.value.param == "messages[0].content[0].type"
+    assert refused.value.param == "messages[0].content[0]"
 
 
 @pytest.mark.parametrize(
