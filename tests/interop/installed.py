@@ -47,6 +47,6 @@ def find_installed() -> Installed:
     return Installed(
         python=python,
         reference_proxy=home / "reference" / "disagg_epd_proxy.py",
-        reference_version=home.name.rpartition("-")[2],
+        reference_version=(home / "reference" / "version").read_text().strip(),
         versions=json.loads(versions),
     )
