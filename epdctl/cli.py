@@ -96,16 +96,22 @@ COMMANDS: tuple[Command, ...] = (
 )
 
 
+_ASKS_FOR_HELP: tuple[list[str], ...] = ([], ["-h"], ["--help"], ["help"])
+
+
 def load_reference(reference: str) -> Any:
     """Return what `module:name` names."""
     module, name = reference.split(":")
     return getattr(importlib.import_module(module), name)
 
 
-def _usage() -> str:
-    rows = "\n".join(f"  epdctl {' '.join(c.words):<24} {c.summary}" for c in COMMANDS)
+def _usage(group: str = "") -> str:
+    """Return the help text: all commands, or those that start with the word `group`."""
+    shown = [c for c in COMMANDS if not group or c.words[0] == group]
+    rows = "\n".join(f"  epdctl {' '.join(c.words):<24} {c.summary}" for c in shown)
+    name = f"{group} COMMAND" if group else "COMMAND"
     return (
-        "usage: epdctl COMMAND [OPTIONS]\n\n"
+        f"usage: epdctl {name} [OPTIONS]\n\n"
         "Control plane and workers for encode-prefill-decode (EPD) disaggregated multimodal serving.\n\n"
         f"commands:\n{rows}\n\n"
         "'epdctl COMMAND --help' shows a command's options with examples; every option is also a variable\n"
@@ -130,6 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_usage(), end="")
         return EXIT_OK if words else EXIT_USAGE
+    if words[0] in {c.words[0] for c in COMMANDS if len(c.words) > 1} and words[1:2] in _ASKS_FOR_HELP:
+        print(_usage(words[0]), end="")
+        return EXIT_OK if words[1:] else EXIT_USAGE
     command = find_command(words)
     if command is None:
         known = [c for c in COMMANDS if c.words[0] == words[0]]

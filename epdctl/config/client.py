@@ -5,14 +5,13 @@ Rules of this file: one class a command; what they share is in `ProxySettings`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import CliPositionalArg, CliSuppress, SettingsConfigDict
 
 from epdctl.config import CommandSettings
 from epdctl.config.text import checked, split_list, split_pairs
-from epdctl.domain import Role
 from epdctl.registry.addresses import normalise_url
 
 
@@ -66,6 +65,15 @@ class ShowSettings(ProxySettings):
     instance: Instance = Field(description="URL of the instance")
 
 
+def _with_underscore(value: object) -> object:
+    return value.lower().replace("-", "_") if isinstance(value, str) else value
+
+
+RoleName = Annotated[
+    Literal["encode", "prefill", "decode", "prefill_decode"], BeforeValidator(_with_underscore)
+]
+
+
 class RegisterSettings(ProxySettings):
     """Register an instance, and wait until it is ready if asked to. Needs ADMIN_API_KEY.
 
@@ -75,7 +83,7 @@ class RegisterSettings(ProxySettings):
     """
 
     instance: Instance = Field(description="URL of the instance")
-    role: Role = Field(description="what it does: encode, prefill, decode or prefill_decode")
+    role: RoleName = Field(description="what it does: encode, prefill, decode or prefill_decode")
     ec_zmq_addrs: str = Field("", description="EC control addresses of a consumer, one a replica, by comma")
     dp_size: int = Field(1, ge=1, description="data-parallel replicas behind the URL")
     model: str | None = Field(None, description="model it serves; asked from /v1/models unless given")

@@ -40,9 +40,9 @@ class Child:
 
 
 async def start_child(plan: ProcessPlan, log_dir: Path, environment: dict[str, str]) -> Child:
-    """Start `plan` with its output in `log_dir`/<name>.log."""
+    """Start `plan` with its output in `log_dir`/<name>.log, which starts empty."""
     log = log_dir / f"{plan.name}.log"
-    with log.open("ab") as output:
+    with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

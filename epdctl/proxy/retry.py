@@ -13,12 +13,41 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from epdctl.domain import InstanceUrl, Stage
-from epdctl.errors import EpdError, UpstreamFailed, UpstreamRefused
+from epdctl.errors import (
+    ConsumerFull,
+    ConsumerUnavailable,
+    EmbeddingUndelivered,
+    EncodeFailed,
+    EngineUnavailable,
+    EpdError,
+    GenerationFailed,
+    KvUndelivered,
+    ShuttingDown,
+    TransferFailed,
+    UpstreamFailed,
+    UpstreamRefused,
+)
 
 RETRY_SHARE = 0.2
 _RESERVE = 10.0
 _BUSY = frozenset({429, 503})
+_WORKER_CODES = frozenset(
+    error.code
+    for error in (
+        ConsumerFull,
+        ConsumerUnavailable,
+        EmbeddingUndelivered,
+        EncodeFailed,
+        EngineUnavailable,
+        GenerationFailed,
+        KvUndelivered,
+        ShuttingDown,
+        TransferFailed,
+    )
+)
 
 
 class FailureKind(StrEnum):
@@ -88,7 +117,26 @@ def error_of_status(
     """Return what the client is told about an instance's error status: a 4xx as it is, a 5xx as ours."""
     if 400 <= status < 500:
         return UpstreamRefused(status, body, content_type, retry_after_s=retry_after_s)
-    return UpstreamFailed(f"the {stage} instance failed with status {status}", retry_after_s=retry_after_s)
+    cause = f" ({code})" if (code := _known_code(body)) else ""
+    message = f"the {stage} instance failed with status {status}{cause}"
+    return UpstreamFailed(message, retry_after_s=retry_after_s)
+
+
+def _known_code(body: bytes) -> str | None:
+    """Return the code of an error body when it is one that our workers give; no other text of it is shown."""
+    try:
+        given = msgspec.json.decode(body, type=_ErrorBody).error.code
+    except msgspec.DecodeError:
+        return None
+    return given if given in _WORKER_CODES else None
+
+
+class _ErrorFacts(msgspec.Struct, frozen=True):
+    code: str | int | None = None
+
+
+class _ErrorBody(msgspec.Struct, frozen=True):
+    error: _ErrorFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

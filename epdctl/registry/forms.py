@@ -6,6 +6,7 @@ list view has the shape of vLLM's example proxy (0.33) with two lists more.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,9 +68,18 @@ def _parse_form(body: bytes) -> RegistrationForm:
     try:
         return msgspec.json.decode(body, type=RegistrationForm)
     except msgspec.ValidationError as error:
-        raise SchemaViolation(f"the registration does not fit its schema: {error}") from error
+        text = str(error)
+        raise SchemaViolation(
+            f"the registration does not fit its schema: {text}", param=_field_in(text)
+        ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest("the body is not valid JSON") from error
+
+
+def _field_in(text: str) -> str | None:
+    """Return the field that msgspec's message is about: a path, or a field that is missing or unknown."""
+    found = re.search(r"`\$\.(\w+)|field `(\w+)`", text)
+    return (found[1] or found[2]) if found else None
 
 
 def _check_sizes(form: RegistrationForm) -> None:

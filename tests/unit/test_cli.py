@@ -1,0 +1,48 @@
+"""Claims about the command table."""
+
+from __future__ import annotations
+
+import pytest
+
+from epdctl.cli import COMMANDS, find_command, load_reference, main
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: " ".join(c.words))
+def test_every_command_has_its_settings(command: object) -> None:
+    """Each row of the table names a settings class that exists and tells its user how to use it."""
+    settings = load_reference(command.settings)
+
+    assert "xamples:" in settings.__doc__
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["instances", "--help"], ["worker", "-h"]])
+def test_help_is_printed_and_is_no_failure(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Asking for help, also of a group of commands, prints it on stdout and ends with 0."""
+    assert main(words) == 0
+    assert "usage: epdctl" in capsys.readouterr().out
+
+
+def test_help_of_a_group_lists_its_commands_only(capsys: pytest.CaptureFixture[str]) -> None:
+    """`epdctl worker --help` names the workers and nothing else."""
+    main(["worker", "--help"])
+
+    printed = capsys.readouterr().out
+    assert "epdctl worker encode" in printed
+    assert "epdctl serve" not in printed
+
+
+@pytest.mark.parametrize("words", [[], ["instances"], ["bogus"], ["worker", "bogus"]])
+def test_no_command_is_a_usage_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A command line without a command, or with an unknown one, ends with 2."""
+    assert main(words) == 2
+    assert "epdctl" in "".join(capsys.readouterr())
+
+
+def test_the_longest_words_decide() -> None:
+    """`worker prefill-decode` is not taken for `worker prefill`."""
+    found = find_command(["worker", "prefill-decode", "--port", "1"])
+
+    assert found is not None
+    assert found.words == ("worker", "prefill-decode")
