@@ -23,7 +23,6 @@ CUT_FROM_BYTES = 1024
 
 _NUMBER_DIGITS = 6
 _MAX_SPANS = 10**_NUMBER_DIGITS
-_BACKSLASH = 0x5C
 _OPENING = b'"data:'
 _BRACKETS = b"[]{}"
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"' + _BRACKETS))
@@ -63,9 +62,9 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 def cut_body(body: bytes | bytearray, token: bytes) -> Cut:
     """Return `body` with its long data URLs cut out.
 
-    Holds for every valid JSON text: a quote before `data:` that no backslash precedes opens a string, and a
-    string without a backslash ends at the next quote. What is cut is not checked for control characters; the
-    encoder that decodes the media refuses those.
+    Holds for every valid JSON text: a quote before `data:` opens a string or, escaped, stands inside one; in
+    both cases the text up to the next quote belongs to that string if no backslash is in it. What is cut is
+    not checked for control characters; the encoder that decodes the media refuses those.
     """
     source = memoryview(body)
     spans = _find_spans(body)
@@ -88,7 +87,7 @@ def _find_spans(body: bytes | bytearray) -> list[tuple[int, int]]:
         if end < 0:
             break
         is_long = end - begin >= CUT_FROM_BYTES
-        if is_long and body[opening - 1] != _BACKSLASH and body.find(b"\\", begin, end) < 0:
+        if is_long and body.find(b"\\", begin, end) < 0:
             spans.append((begin, end))
         opening = body.find(_OPENING, end)
     return spans

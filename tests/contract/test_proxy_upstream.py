@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from epdctl.domain import InstanceUrl
-from epdctl.proxy.connection import WRITE_BYTES, CallFailed, bounded_groups
+from epdctl.proxy.connection import WRITE_BYTES, CallFailed, Connection, bounded_groups
 from epdctl.proxy.retry import FailureKind
 from epdctl.proxy.upstream import Call, UpstreamClient
 from tests.contract.scripted import Peer, Reader, Writer, answering, peer, reset, wait_for_end
@@ -573,3 +573,36 @@ def test_groups_are_bounded_and_whole(sizes: tuple[int, ...]) -> None:
 
     assert all(sum(map(len, group)) <= WRITE_BYTES for group in groups)
     assert b"".join(bytes(part) for group in groups for part in group) == b"".join(pieces)
+
+
+def test_the_loop_turns_between_the_pieces_of_a_large_request(run: Callable[[Scenario], None]) -> None:
+    """Others get their turn after each piece, also when the socket takes everything at once."""
+
+    class Greedy(asyncio.Transport):
+        """A transport that is never full."""
+
+        def writelines(self, list_of_data: Any) -> None:
+            writes.append(ticks[0])
+
+        def is_closing(self) -> bool:
+            return False
+
+    writes: list[int] = []
+    ticks = [0]
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+
+        def tick() -> None:
+            ticks[0] += 1
+            loop.call_soon(tick)
+
+        connection = Connection(memoryview(bytearray(1024)))
+        connection.connection_made(Greedy())
+        connection.start()
+        loop.call_soon(tick)
+        await connection.send(b"", (bytes(8 * WRITE_BYTES),), 8 * WRITE_BYTES)
+        assert len(writes) == 8
+        assert len(set(writes)) == 8
+
+    run(scenario)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -51,6 +51,8 @@ class TestEncoders:
             assert len({entry["transfer_id"] for entry in told}) == 4
             fresh = {*transfer_ids(first), *transfer_ids(second)}
             assert {entry["transfer_id"] for entry in told} == fresh
+            lost = [id_ for call in world["e0"].chats if call.body for id_ in transfer_ids(call)]
+            assert not fresh & set(lost)
             assert await world.metric("epdctl_retries_total", stage="encode") == 1
             await world.wait_quiet()
 
@@ -281,3 +283,50 @@ async def test_a_stream_counts_as_in_flight_to_its_end(tmp_path: Path) -> None:
         assert await world.metric("epdctl_in_flight", stage="decode") == 1
         assert (await stream).events[-1] == "[DONE]"
         await world.wait_quiet()
+
+
+class TestSlowClients:
+    """Clients that do not read what they asked for."""
+
+    LINE = "data: " + "x" * 500_000 + "\n\n"
+    STREAM: ClassVar[dict[str, Any]] = {"sse": [LINE] * 80 + ["data: [DONE]\n\n"]}
+
+    async def test_a_slow_client_slows_the_instance_and_loses_nothing(self, tmp_path: Path) -> None:
+        """What the client does not take is not gathered: the instance waits, and then all of it arrives."""
+        async with proxy_world(tmp_path, PAIR) as world:
+            await world["pd0"].set_behaviour({"chat": self.STREAM})
+            reader, writer = await world.open_raw(text_request(stream=True))
+            writer.transport.pause_reading()
+            await wait_until(lambda: bool(world["pd0"].chats), "decode is asked")
+            call = world["pd0"].chats[0]
+            before = -1
+            while before != len(call.sent):
+                before = len(call.sent)
+                await asyncio.sleep(0.5)
+            assert before < 30_000_000
+            assert world.process is not None
+            assert world.process.rss_bytes() < 150 * 1024 * 1024
+            writer.transport.resume_reading()
+            received = 0
+            tail = b""
+            while b"0\r\n\r\n" not in tail[-5:]:
+                piece = await reader.read(1 << 20)
+                assert piece
+                received += len(piece)
+                tail = (tail + piece)[-64:]
+            assert received > len(call.sent) > 40_000_000
+            assert b"[DONE]" in tail
+            writer.close()
+
+    async def test_a_client_that_reads_nothing_is_given_up(self, tmp_path: Path) -> None:
+        """After the idle time the instance is let go, and the request is recorded as left."""
+        async with proxy_world(tmp_path, PAIR, "--stage-timeouts", "idle=0.5") as world:
+            await world["pd0"].set_behaviour({"chat": self.STREAM})
+            _, writer = await world.open_raw(text_request(stream=True))
+            writer.transport.pause_reading()
+            await wait_until(lambda: bool(world["pd0"].chats), "decode is asked")
+            call = world["pd0"].chats[0]
+            await wait_until(lambda: call.client_left_at is not None, "decode is let go", 5.0)
+            await world.wait_quiet()
+            assert await world.metric("epdctl_requests_total", outcome="client_disconnect") == 1
+            writer.close()

@@ -48,8 +48,8 @@ def test_a_client_uuid_is_no_identity() -> None:
 
 def test_components_cannot_be_shifted() -> None:
     """Text moved from one component into the next makes another key."""
-    one = user(image(), mm_processor_kwargs={"a": 1}, media_io_kwargs={})
-    two = user(image(), mm_processor_kwargs={}, media_io_kwargs={"a": 1})
+    one = user(image(), mm_processor_kwargs={"a": 1})
+    two = user(image(), media_io_kwargs={"a": 1})
 
     assert key(one) != key(two)
 
