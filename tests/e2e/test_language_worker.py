@@ -128,6 +128,19 @@ class TestAnswers:
 
         assert answers == [expected_answer([pictures[1]]), expected_answer([pictures[0]])]
 
+    async def test_inverted_rows_change_the_answer(self, bench: Bench) -> None:
+        """With a digest that fits the wrong rows, nothing stops them, and the answer is another one."""
+        picture = held_out_pictures(1, first=790)[0]
+        (encoded,) = bench.producer.encode([picture])
+        inverted = (-encoded.rows).contiguous().numpy().tobytes()
+        item = {"mm_hash": uuid.uuid4().hex, "transfer_id": uuid.uuid4().hex}
+        await bench.producer.push(bench.worker.consumer_zmq, encoded, data=inverted, **item)
+
+        answer = await bench.worker.ask(**rewritten(ask([picture]), [encoded], [item]))
+
+        assert answer.status == 200
+        assert answer.text != expected_answer([picture])
+
     async def test_an_embedding_is_used_again_by_its_hash(self, bench: Bench) -> None:
         """A second request that names the same item needs no second push."""
         pictures = list(held_out_pictures(1, first=810))
