@@ -118,7 +118,9 @@ class Fleet:
         """Start `epdctl serve` on a free port; wait until it answers, with static URLs until it is ready."""
         port = free_port()
         command = [sys.executable, "-m", "epdctl", "serve", "--host", HOST, "--port", str(port)]
-        common = ("--store", "memory", "--drain-delay", "0", "--probe-interval", "1")
+        # A niced instance on a busy machine may take seconds to answer a probe; a dead one refuses at once.
+        probes = ("--probe-interval", "1", "--probe-timeout", "15")
+        common = ("--store", "memory", "--drain-delay", "0", *probes)
         running = await self.start(name, [*command, *common, *arguments], port, {"ADMIN_API_KEY": key})
         if "--encode-servers-urls" in arguments:
             await wait_until(lambda: answers(running.url + "/ready"), "the proxy is ready", 60)
