@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         "--pictures", type=Path, metavar="DIR", help="write example pictures instead of training"
     )
     parser.add_argument(
-        "--per-task", type=int, default=240, help="with --check: questions a task, default 240"
+        "--per-task", type=int, default=240, help="with --check: questions a task, at least 100, default 240"
     )
     sizes = parser.add_argument_group("with --random")
     sizes.add_argument("--lm-hidden", type=int, metavar="N", help="language model width, default 64")

@@ -16,6 +16,9 @@ from models.tiny_vlm_recipe.evaluation import Tally, evaluate
 from models.tiny_vlm_recipe.recipes import RECIPES, shortfalls
 from models.tiny_vlm_recipe.training import train
 
+# With fewer, one wrong answer by bad luck already weighs more than the promise allows.
+FEWEST_PER_TASK = 100
+
 
 def write_trained(out: Path, *, architecture: str, seed: int) -> None:
     """Train a network and write its checkpoint. Raises ValueError for an architecture without a recipe."""
@@ -47,8 +50,10 @@ def write_random(
 def check(folder: Path, *, per_task: int) -> int:
     """Evaluate a checkpoint; return 1 if it falls short of what is promised, else 0.
 
-    Raises ValueError for a folder without a checkpoint.
+    Raises ValueError for a folder without a checkpoint, and for too few questions to tell anything.
     """
+    if per_task < FEWEST_PER_TASK:
+        raise ValueError(f"--per-task is {per_task}: it must be at least {FEWEST_PER_TASK}")
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no checkpoint: there is no config.json in it")
     _prepare_torch()

@@ -5,6 +5,7 @@ The model card has the numbers that were measured.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -39,8 +40,15 @@ RECIPES = MappingProxyType(
 )
 
 LEAST_RIGHT = 0.98
-# Blind guessing: 1 of 12 colours, 1 of 144, 1 of 1728, and the commonest of 4 figures; then room for luck.
-MOST_GUESSED = MappingProxyType({"colour": 0.2, "two_colours": 0.08, "three_colours": 0.04, "figure": 0.45})
+CHANCE = MappingProxyType(
+    {"colour": 1 / 12, "two_colours": 1 / 144, "three_colours": 1 / 1728, "figure": 1 / 4}
+)
+
+
+def most_guessed(task: str, asked: int) -> float:
+    """Return the largest share of right answers that guessing explains: chance, a little skill, and luck."""
+    chance = CHANCE[task]
+    return chance + 0.05 + 4 * math.sqrt(chance * (1 - chance) / asked)
 
 
 def shortfalls(tallies: Mapping[str, Tally]) -> list[str]:
@@ -52,9 +60,9 @@ def shortfalls(tallies: Mapping[str, Tally]) -> list[str]:
         if share < LEAST_RIGHT
     ]
     guessed = [
-        f"{way} {task}: {share:.3f} right, at most {MOST_GUESSED[task]} expected without the embeddings"
+        f"{way} {task}: {share:.3f} right, at most {limit:.3f} expected without the embeddings"
         for way in ("zeroed", "shuffled")
         for task, share in tallies[way].shares().items()
-        if share > MOST_GUESSED[task]
+        if share > (limit := most_guessed(task, tallies[way].asked[task]))
     ]
     return wrong + guessed

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from models.tiny_vlm_recipe.__main__ import main
 from models.tiny_vlm_recipe.architecture import ARCHITECTURES
 from models.tiny_vlm_recipe.checkpoint import digests
+from models.tiny_vlm_recipe.evaluation import Tally
 from models.tiny_vlm_recipe.pictures import SEEDS_PER_RUN
-from models.tiny_vlm_recipe.recipes import RECIPES
+from models.tiny_vlm_recipe.recipes import RECIPES, shortfalls
 from models.tiny_vlm_recipe.training import Recipe, train
 from tests.e2e.reference import Reference
 from tests.e2e.tiny_pictures import ask, held_out_pictures
@@ -102,11 +103,22 @@ def test_check_fails_a_checkpoint_that_knows_nothing(
     main(["--random", "--out", str(tmp_path)])
     capsys.readouterr()
 
-    assert main(["--check", "--per-task", "12", "--out", str(tmp_path)]) == 1
+    assert main(["--check", "--per-task", "100", "--out", str(tmp_path)]) == 1
 
     printed = capsys.readouterr()
     assert printed.out.splitlines()[0].startswith("plain")
     assert "plain colour: 0.000 right, at least 0.98 promised" in printed.err
+
+
+def test_answers_without_embeddings_must_look_guessed() -> None:
+    """Chance and luck pass however few were asked; an answer that needs no embeddings does not."""
+    for asked, right, is_short in ((48, 10, False), (960, 80, False), (48, 40, True), (960, 240, True)):
+        blind = Tally()
+        blind.add("colour", [True] * right + [False] * (asked - right))
+
+        found = shortfalls({"plain": Tally(), "reversed": Tally(), "zeroed": Tally(), "shuffled": blind})
+
+        assert bool(found) == is_short
 
 
 @pytest.mark.parametrize(
@@ -118,6 +130,7 @@ def test_check_fails_a_checkpoint_that_knows_nothing(
         ("--arch qwen2_vl --out x", "there is no training recipe for qwen2_vl: add --random"),
         ("--seed 1000 --out x", "seed is 1000: it must lie in 0..999"),
         ("--check --out x", "x holds no checkpoint"),
+        ("--check --per-task 0 --out x", "--per-task is 0: it must be at least 100"),
     ],
 )
 def test_bad_flags_exit_2_and_say_what_to_do(
