@@ -121,6 +121,7 @@ def _registry_policy(settings: ServeSettings, schedule: SchedulePolicy) -> Regis
         verdict=VerdictPolicy(fail_threshold=settings.fail_threshold, rise_threshold=settings.rise_threshold),
         ttl_s=settings.evicted_ttl,
         window_s=schedule.window_s,
+        result_s=schedule.result_s,
     )
 
 

@@ -34,8 +34,13 @@ class SchedulePolicy:
 
     @property
     def window_s(self) -> float:
-        """The longest time in which every ready instance has had a result."""
+        """One turn of probes: how long nobody may have answered before we suspect ourselves."""
         return max(self.effective_interval_s, self.timeout_s)
+
+    @property
+    def result_s(self) -> float:
+        """The longest time in which every ready instance has had a result: a quick one, then a slow one."""
+        return self.effective_interval_s + self.timeout_s
 
 
 def spread_first(now: float, phase: float, policy: SchedulePolicy) -> float:

@@ -20,10 +20,16 @@ class _Failure:
 
 
 class OwnTrouble:
-    """What was seen lately of everybody together; each ready instance has a result within `window_s`."""
+    """What was seen lately of everybody together.
 
-    def __init__(self, window_s: float) -> None:
+    `window_s` is how long nobody may have succeeded, and how long evictions are then held. `result_s` is the
+    longest time in which every ready instance has had a result, however slow its probes: failures count
+    that long, or jitter of a few milliseconds would leave out those whose turn comes next.
+    """
+
+    def __init__(self, window_s: float, result_s: float) -> None:
         self._window_s = window_s
+        self._result_s = result_s
         self._failures: dict[str, _Failure] = {}
         self._last_success: float | None = None
         self._held_until: float | None = None
@@ -53,9 +59,8 @@ class OwnTrouble:
         return self._held_until is not None and now < self._held_until
 
     def _suspects_us(self, now: float) -> bool:
-        since = now - self._window_s
-        if self._last_success is not None and self._last_success >= since:
+        if self._last_success is not None and self._last_success >= now - self._window_s:
             return False
-        recent = [failure for failure in self._failures.values() if failure.at >= since]
+        recent = [failure for failure in self._failures.values() if failure.at >= now - self._result_s]
         hosts = {failure.host for failure in recent}
         return len(recent) >= OWN_TROUBLE_INSTANCES and len(hosts) >= OWN_TROUBLE_HOSTS

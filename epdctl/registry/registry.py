@@ -51,11 +51,12 @@ _CAUSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegistryPolicy:
-    """The registry's numbers: thresholds, `ttl_s` (0 keeps for ever) and the window of own trouble."""
+    """The registry's numbers: thresholds, `ttl_s` (0 keeps for ever) and the two windows of own trouble."""
 
     verdict: VerdictPolicy = field(default_factory=VerdictPolicy)
     ttl_s: float = 900.0
     window_s: float = 5.0
+    result_s: float = 7.0
 
 
 class Registry:
@@ -68,7 +69,7 @@ class Registry:
         self._records: dict[InstanceUrl, Record] = {}
         self._leases = Leases()
         self._generation_floor = 0
-        self._trouble = OwnTrouble(policy.window_s)
+        self._trouble = OwnTrouble(policy.window_s, policy.result_s)
         self._roster = EMPTY_ROSTER
         self._roster_is_current = True
         self._handlers: dict[type[Command], Callable[..., Iterator[Event]]] = {

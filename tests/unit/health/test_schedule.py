@@ -61,11 +61,16 @@ def test_a_long_interval_is_not_cut_by_the_cap() -> None:
 
 
 @pytest.mark.parametrize(
-    ("interval", "timeout", "window"), [(5.0, 2.0, 5.0), (0.2, 2.0, 2.0), (0.0, 0.5, 1.0)]
+    ("interval", "timeout", "window", "result"),
+    [(5.0, 2.0, 5.0, 7.0), (0.2, 2.0, 2.0, 2.2), (0.0, 0.5, 1.0, 1.5)],
 )
-def test_window_covers_a_result_of_everybody(interval: float, timeout: float, window: float) -> None:
-    """Within the window each ready instance has had a result, also when the time-out is the longer."""
-    assert SchedulePolicy(interval_s=interval, timeout_s=timeout).window_s == window
+def test_windows_cover_a_result_of_everybody(
+    interval: float, timeout: float, window: float, result: float
+) -> None:
+    """A window is a turn of probes, the time-out if that is longer; a result may come a time-out later."""
+    policy = SchedulePolicy(interval_s=interval, timeout_s=timeout)
+
+    assert (policy.window_s, policy.result_s) == (window, result)
 
 
 @given(st.floats(0, 1, exclude_max=True))

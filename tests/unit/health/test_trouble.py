@@ -9,11 +9,12 @@ from epdctl.health.trouble import OwnTrouble
 pytestmark = pytest.mark.unit
 
 WINDOW_S = 5.0
+RESULT_S = 6.0
 
 
 def seen(*failures: tuple[str, str, float], success: float | None = None) -> OwnTrouble:
     """Return what was seen when `failures` and a `success` had come."""
-    trouble = OwnTrouble(WINDOW_S)
+    trouble = OwnTrouble(WINDOW_S, RESULT_S)
     if success is not None:
         trouble.note_success(success)
     for instance, host, at in failures:
@@ -29,7 +30,8 @@ def seen(*failures: tuple[str, str, float], success: float | None = None) -> Own
         ([("a", "h1", 8), ("b", "h1", 9), ("c", "h1", 10)], None, False),
         ([("a", "h1", 9), ("b", "h2", 10)], None, False),
         ([("a", "h1", 8), ("a", "h1", 9), ("b", "h2", 10)], None, False),
-        ([("a", "h1", 4.9), ("b", "h2", 9), ("c", "h3", 10)], None, False),
+        ([("a", "h1", 4.9), ("b", "h2", 9), ("c", "h3", 10)], None, True),
+        ([("a", "h1", 3.9), ("b", "h2", 9), ("c", "h3", 10)], None, False),
         ([("a", "h1", 8), ("b", "h2", 9), ("c", "h3", 10)], 4.9, True),
         ([("a", "h1", 8), ("b", "h2", 9), ("c", "h3", 10)], 5.0, False),
     ],
