@@ -107,7 +107,7 @@ async def test_what_stays_down_is_forgotten(tmp_path: Path) -> None:
         await proxy.wait_state(url, None)
         (line,) = proxy.events("instance_removed")
         assert (line["cause"], line["instance"]) == ("expired", url)
-        # The store is written in order, and a registration is answered when it is kept: so the removal is too.
+        # The store is written in order, and a registration's answer waits for it: so the removal is kept.
         await proxy.register("encode", other.url)
         await proxy.kill()
         await proxy.start()
