@@ -159,8 +159,16 @@ def _run(settings: ProxySettings, work: Callable[[AdminClient], Coroutine[Any, A
 
     try:
         return asyncio.run(main())
-    except (ProxyUnreachable, Refused) as error:
+    except Refused as refusal:
+        return _fail(_with_cause(refusal, has_key=key is not None))
+    except ProxyUnreachable as error:
         return _fail(str(error))
+
+
+def _with_cause(refusal: Refused, *, has_key: bool) -> str:
+    if refusal.status == 403 and not has_key:
+        return f"{refusal} (this shell has no ADMIN_API_KEY; set it to the proxy's)"
+    return str(refusal)
 
 
 async def _with_progress(what: str, call: Awaitable[T]) -> T:

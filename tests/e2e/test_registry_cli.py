@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,24 @@ pytestmark = pytest.mark.e2e
 _COMMAND_TIMEOUT_S = 60.0
 
 
-def start_command(proxy: Proxy, *arguments: str, name: str = "command") -> Process:
-    """Start `epdctl instances …` against `proxy`."""
-    folder = proxy.folder / name
-    return start_process(epdctl_command("instances", *arguments), folder, name, env=proxy.environment)
+def start_command(
+    proxy: Proxy,
+    *arguments: str,
+    name: str = "command",
+    environment: Mapping[str, str | None] | None = None,
+) -> Process:
+    """Start `epdctl instances …` against `proxy`; `environment` has more variables, None takes one away."""
+    variables = proxy.environment | (environment or {})
+    return start_process(epdctl_command("instances", *arguments), proxy.folder / name, name, env=variables)
 
 
-async def run_command(proxy: Proxy, *arguments: str) -> tuple[int, str, str]:
+async def run_command(
+    proxy: Proxy, *arguments: str, environment: Mapping[str, str | None] | None = None
+) -> tuple[int, str, str]:
     """Return exit code, stdout and stderr of a command."""
-    process = start_command(proxy, *arguments, name="-".join(arguments).replace("/", "_")[:80])
+    process = start_command(
+        proxy, *arguments, name="-".join(arguments).replace("/", "_")[:80], environment=environment
+    )
     code = await process.wait_exit(_COMMAND_TIMEOUT_S)
     return code, process.stdout, process.stderr
 
@@ -90,6 +100,17 @@ async def test_the_proxys_refusal_is_shown(tmp_path: Path) -> None:
 
         assert (code, out) == (1, "")
         assert err.startswith("epdctl instances: Cannot mix prefill_decode with standalone prefill/decode")
+
+
+async def test_a_missing_key_is_named_where_it_is_missing(tmp_path: Path) -> None:
+    """Without ADMIN_API_KEY the command says that this shell lacks it, beside the proxy's refusal."""
+    async with serving(tmp_path) as proxy:
+        code, out, error = await run_command(
+            proxy, "remove", "http://127.0.0.1:1", environment={"ADMIN_API_KEY": None}
+        )
+
+    assert (code, out) == (1, "")
+    assert "this shell has no ADMIN_API_KEY" in error
 
 
 async def test_a_proxy_that_is_down_is_named(tmp_path: Path) -> None:
