@@ -17,7 +17,8 @@ import torch
 
 from epdctl.errors import EncodeFailed
 from epdctl.worker.encode.engine import EncodeEngine
-from epdctl.worker.encode.vision import Grid, Outputs, Tower
+from epdctl.worker.encode.layout import ItemLayout
+from epdctl.worker.encode.vision import Outputs, Tower
 from epdctl.worker.engine import run_engine
 
 FAULT_FILE = "EPDCTL_TEST_FAULT"
@@ -31,16 +32,16 @@ def _fault() -> str:
 class FaultyTower(Tower):
     """A tower with a switch."""
 
-    def encode(self, pictures: Sequence[tuple[torch.Tensor, Grid]]) -> Outputs:
+    def encode(self, items: Sequence[tuple[torch.Tensor, ItemLayout]]) -> Outputs:
         """Fail, wait, or encode."""
         while _fault() == "hang":
             time.sleep(0.02)
         is_black = any(
-            bool((patches == patches[0, 0]).sum() * 3 >= patches.numel()) for patches, _ in pictures
+            bool((pixels == pixels.flatten()[0]).sum() * 3 >= pixels.numel()) for pixels, _ in items
         )
         if _fault() == "raise" or (_fault() == "poison" and is_black):
             raise EncodeFailed("the vision tower failed on this item")
-        return super().encode(pictures)
+        return super().encode(items)
 
 
 class FaultyEncodeEngine(EncodeEngine):

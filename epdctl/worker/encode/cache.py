@@ -16,19 +16,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 from epdctl.worker.transfer.arena import Arena, Region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known of an embedding: its grid, its shape in elements, dtype, blake3 of its bytes."""
+    """What is known of an embedding: its shape in elements, dtype, blake3 of its bytes, reply metadata."""
 
-    grid: tuple[int, int, int]
     rows: int
     width: int
     dtype: str
     digest: str
+    metadata: dict[str, Any]
 
 
 @dataclass(eq=False, slots=True)

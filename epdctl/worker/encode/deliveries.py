@@ -137,7 +137,7 @@ class Deliveries:
 
     async def _run(self, call_id: str, ask: Ask, entry: Entry, source: str, held: _Source) -> None:
         facts = _facts(entry)
-        done = Done(grid=facts.grid, rows=facts.rows, transfer_id=ask.transfer_id, source=source)
+        done = Done(rows=facts.rows, metadata=facts.metadata, transfer_id=ask.transfer_id, source=source)
         early = message("done", done, call_id=call_id)
         with suppress(EngineUnavailable):  # the front is gone; there is nobody to tell
             if ask.consumer_zmq is None or ask.transfer_id is None:

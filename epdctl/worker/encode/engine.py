@@ -25,7 +25,7 @@ from epdctl.worker.encode.cache import EmbeddingCache, Entry
 from epdctl.worker.encode.checkpoint import checkpoint_identity
 from epdctl.worker.encode.deliveries import Deliveries, DeliveryPolicy, refusal
 from epdctl.worker.encode.flights import Action, AskForPixels, Flights
-from epdctl.worker.encode.messages import Ask, EncodeEngineSettings, Grid, Pixels, ReadyFacts
+from epdctl.worker.encode.messages import Ask, EncodeEngineSettings, Pixels, ReadyFacts
 from epdctl.worker.encode.scheduler import BatchLimits, Scheduler
 from epdctl.worker.encode.tower_queue import QueueEvents, TowerQueue
 from epdctl.worker.encode.transfer import open_transfer
@@ -164,7 +164,7 @@ class EncodeEngine:
         if key is None or len(frames) != 1:
             return
         try:
-            self._queue.add(key, memoryview(frames[0]), pixels.grid)
+            self._queue.add(key, memoryview(frames[0]), pixels.layout)
         except EpdError as error:
             self._landed(key, error)
 
@@ -185,11 +185,11 @@ class EncodeEngine:
             else:
                 self._queue.remove(action.key)
 
-    def _running(self, items: Sequence[tuple[str, Grid]]) -> None:
-        for key, grid in items:
-            shape = (self._queue.rows_of(grid), self._tower.width)
+    def _running(self, items: Sequence[tuple[str, int]]) -> None:
+        for key, rows in items:
+            shape = (rows, self._tower.width)
+            nbytes = self._tower.nbytes_of(rows)
             for call_id in self._flights.run(key):
-                nbytes = self._queue.nbytes_of(grid)
                 self._deliveries.announce(call_id, self._asks[call_id], nbytes, shape, self._tower.dtype)
 
     def _landed(self, key: str, result: Entry | EpdError) -> None:

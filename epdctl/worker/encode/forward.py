@@ -14,16 +14,16 @@ import torch
 from blake3 import blake3
 
 from epdctl.errors import EncodeFailed
-from epdctl.worker.encode.messages import Grid
+from epdctl.worker.encode.layout import ItemLayout
 from epdctl.worker.encode.vision import Tower
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One item of a batch: float32 patches as bytes, their grid, and the arena memory for its rows."""
+    """One item of a batch: its float32 pixels as bytes, their layout, and the arena memory for its rows."""
 
-    patches: memoryview
-    grid: Grid
+    pixels: memoryview
+    layout: ItemLayout
     target: memoryview
 
 
@@ -38,14 +38,14 @@ def run_batch(tower: Tower, jobs: Sequence[Job]) -> list[str | EncodeFailed]:
 
 
 def _run(tower: Tower, jobs: Sequence[Job]) -> list[str]:
-    outputs = tower.encode([(_tensor(job, tower.patch_elements), job.grid) for job in jobs])
+    outputs = tower.encode([(_tensor(job), job.layout) for job in jobs])
     for index, job in enumerate(jobs):
         outputs.copy_rows(index, job.target)
     return [blake3(job.target).hexdigest() for job in jobs]
 
 
-def _tensor(job: Job, elements: int) -> torch.Tensor:
+def _tensor(job: Job) -> torch.Tensor:
     with warnings.catch_warnings():
         # The received frame is read-only and stays so: the tower only reads its input.
         warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
-        return torch.frombuffer(job.patches, dtype=torch.float32).view(-1, elements)
+        return torch.frombuffer(job.pixels, dtype=torch.float32).view(job.layout.pixel_shape)

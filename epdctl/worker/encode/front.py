@@ -158,8 +158,8 @@ class EncodeFront:
         return EncodedItem(
             index=part.index,
             mm_hash=ask.mm_hash,
-            grid=done.grid,
             rows=done.rows,
+            metadata=done.metadata,
             transfer_id=done.transfer_id,
         )
 
@@ -177,7 +177,7 @@ class EncodeFront:
     async def _send_pixels(self, call: EngineCall, content: bytes, options: ItemOptions) -> None:
         prepared = await self._on(self._decoding, self._preparer.prepare, content, options)
         frame = memoryview(prepared.pixels).cast("B")
-        await call.send("pixels", Pixels(grid=prepared.grid), (frame,))
+        await call.send("pixels", Pixels(layout=prepared.layout), (frame,))
 
     async def _on(self, pool: ThreadPoolExecutor, function: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(pool, function, *arguments)

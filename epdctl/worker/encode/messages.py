@@ -1,6 +1,6 @@
 """What the encode worker's front and its engine say to each other, one call per item.
 
-    front -> engine   `encode` (Ask), then, when asked, `pixels` (Pixels + one frame of float32 patches);
+    front -> engine   `encode` (Ask), then, when asked, `pixels` (Pixels + one frame of float32 values);
                       `cancel` when the call is left
     engine -> front   `send_pixels`: not cached and not under way, decode the picture now;
                       `done` (Done), or `error`: the end of the call
@@ -10,9 +10,11 @@ Rules of this file: plain structs. Sizes are bytes, rows and widths elements.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-Grid = tuple[int, int, int]
+from epdctl.worker.encode.layout import ItemLayout
 
 
 class EncodeEngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,19 +45,20 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pixels(msgspec.Struct, frozen=True, kw_only=True):
-    """The patches in the message's frame: float32 `[t*h*w, elements]`."""
+    """How the item in the message's frame is laid out."""
 
-    grid: Grid
+    layout: ItemLayout
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
     """The item is encoded, and pushed if a consumer was named (unless the reply does not wait for that).
 
-    `transfer_id` is the one it was delivered under; `source` tells a cache hit from a forward.
+    `metadata` is the layout's; `transfer_id` is the one it was delivered under; `source` tells a cache hit
+    from a forward.
     """
 
-    grid: Grid
     rows: int
+    metadata: dict[str, Any]
     transfer_id: str | None = None
     source: str = "encoded"
 

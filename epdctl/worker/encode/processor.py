@@ -17,17 +17,17 @@ from PIL import Image
 
 from epdctl.errors import MediaUnavailable, UnsupportedMedia
 from epdctl.worker.encode.keys import identity_of
+from epdctl.worker.encode.layout import PATCHES, ItemLayout
 from epdctl.worker.encode.options import ItemOptions
 from epdctl.worker.engine import StartFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A picture for the tower: float32 patches `[t*h*w, patch elements]`, its grid, its embedding rows."""
+    """An item for the tower: float32 values, contiguous, in the layout's shape."""
 
     pixels: numpy.ndarray[Any, numpy.dtype[numpy.float32]]
-    grid: tuple[int, int, int]
-    rows: int
+    layout: ItemLayout
 
 
 class ImageProcessor:
@@ -74,8 +74,14 @@ class ImageProcessor:
             raise UnsupportedMedia("the image processor refuses an image of this shape") from error
         time, height, width = (int(value) for value in out["image_grid_thw"][0])
         pixels = numpy.ascontiguousarray(out["pixel_values"], dtype=numpy.float32)
-        rows = time * height * width // self._merge**2
-        return Prepared(pixels=pixels, grid=(time, height, width), rows=rows)
+        layout = ItemLayout(
+            rows=time * height * width // self._merge**2,
+            pixel_shape=pixels.shape,
+            forward_group=PATCHES,
+            geometry=(time, height, width),
+            metadata={"image_grid_thw": [time, height, width]},
+        )
+        return Prepared(pixels=pixels, layout=layout)
 
     def _check_rows(self, picture: Image.Image, low: int, high: int) -> None:
         bounds = {"min_pixels": low, "max_pixels": high}

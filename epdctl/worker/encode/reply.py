@@ -5,7 +5,7 @@ Rules of this file: typed values in, plain JSON values out; the clock and the id
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,12 @@ from epdctl.domain import Modality
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedItem:
-    """One encoded item: its name on the wire, its grid in patches, its embedding rows, its delivery."""
+    """One encoded item: its name on the wire, its embedding rows, what is told of it, its delivery."""
 
     index: int
     mm_hash: str
-    grid: tuple[int, int, int]
     rows: int
+    metadata: Mapping[str, Any]
     transfer_id: str | None
     modality: Modality = Modality.IMAGE
 
@@ -34,7 +34,7 @@ def build_transfer_params(items: Sequence[EncodedItem]) -> dict[str, Any]:
     for item in items:
         entry = entries.setdefault(item.mm_hash, {"modality": item.modality.value, "item_indices": []})
         entry["item_indices"].append(item.index)
-        entry["metadata"] = {f"{item.modality.value}_grid_thw": list(item.grid)}
+        entry["metadata"] = dict(item.metadata)
         if item.transfer_id is not None:
             entry["transfer_id"] = item.transfer_id
     return entries

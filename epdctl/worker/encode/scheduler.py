@@ -1,14 +1,15 @@
 """Which items the next tower forward takes: first come first served, under a token and an item budget.
 
     scheduler = Scheduler(BatchLimits(max_tokens=8192, max_items=16))
-    scheduler.add(key, tokens)
+    scheduler.add(key, tokens, group)
     scheduler.next_batch()      # keys in order of arrival, () when nothing waits
-    scheduler.put_back(keys)    # a batch that could not run (no memory): in front again, same order
+    scheduler.put_back(items)   # a batch that could not run (no memory): in front again, same order
     scheduler.remove(key)       # nobody wants it any more
 
 The oldest item is in every batch, alone if it is over the budget by itself; so an item waits for at most as
-many batches as there were items before it. What does not fit is looked past, at most `look_past` items deep
-and at most `max_skips` times for an item: after that nothing younger goes before it.
+many batches as there were items before it. A batch holds one forward group, that of its oldest item. What
+does not fit, by size or by group, is looked past, at most `look_past` items deep and at most `max_skips`
+times for an item: after that nothing younger goes before it.
 
 Rules of this file: no clock, no I/O; the same arrivals give the same batches; the cost of a batch does not
 grow with the number of waiting items.
@@ -34,6 +35,7 @@ class BatchLimits:
 @dataclass(slots=True)
 class _Waiting:
     tokens: int
+    group: str
     skips: int = 0
 
 
@@ -53,10 +55,10 @@ class Scheduler:
         """Embedding rows of all waiting items."""
         return self._tokens
 
-    def add(self, key: str, tokens: int) -> None:
-        """Append an item of `tokens` rows; a key that waits already keeps its place."""
+    def add(self, key: str, tokens: int, group: str = "") -> None:
+        """Append an item of `tokens` rows in a forward group; a key that waits already keeps its place."""
         if key not in self._waiting:
-            self._waiting[key] = _Waiting(tokens)
+            self._waiting[key] = _Waiting(tokens, group)
             self._tokens += tokens
 
     def remove(self, key: str) -> bool:
@@ -67,10 +69,10 @@ class Scheduler:
         self._tokens -= item.tokens
         return True
 
-    def put_back(self, items: Iterable[tuple[str, int]]) -> None:
-        """Put items (key, tokens) of a batch back to the front, in the order given."""
-        for key, tokens in reversed(list(items)):
-            self.add(key, tokens)
+    def put_back(self, items: Iterable[tuple[str, int, str]]) -> None:
+        """Put items (key, tokens, group) of a batch back to the front, in the order given."""
+        for key, tokens, group in reversed(list(items)):
+            self.add(key, tokens, group)
             self._waiting.move_to_end(key, last=False)
 
     def next_batch(self) -> tuple[str, ...]:
@@ -78,8 +80,9 @@ class Scheduler:
         chosen: list[str] = []
         passed: list[_Waiting] = []
         left = self._limits.max_tokens
+        group = next((item.group for item in self._waiting.values()), None)
         for key, item in self._waiting.items():
-            if not chosen or item.tokens <= left:
+            if not chosen or (item.tokens <= left and item.group == group):
                 chosen.append(key)
                 left -= item.tokens
             elif item.skips >= self._limits.max_skips:

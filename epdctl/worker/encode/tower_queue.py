@@ -17,7 +17,7 @@ from epdctl.errors import EncodeFailed, EpdError, MediaUnavailable
 from epdctl.metrics import WorkerMetrics
 from epdctl.worker.encode.cache import EmbeddingCache, Entry, Facts
 from epdctl.worker.encode.forward import Job, run_batch
-from epdctl.worker.encode.messages import Grid
+from epdctl.worker.encode.layout import ItemLayout
 from epdctl.worker.encode.scheduler import Scheduler
 from epdctl.worker.encode.vision import Tower
 from epdctl.worker.transfer.memory import HostMemory
@@ -29,18 +29,18 @@ STUCK_AFTER_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Pixels of one item: float32 patches as bytes, their grid; `since` is the loop's time of arrival."""
+    """Pixels of one item: float32 values as bytes, their layout; `since` is the loop's time of arrival."""
 
-    patches: memoryview
-    grid: Grid
+    pixels: memoryview
+    layout: ItemLayout
     since: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueEvents:
-    """Who is told: `running` before a forward, `landed` with each result, `may_run` asked before a batch."""
+    """Who is told: `running` (keys, rows) before a forward, `landed` with each result; `may_run` is asked."""
 
-    running: Callable[[Sequence[tuple[str, Grid]]], None]
+    running: Callable[[Sequence[tuple[str, int]]], None]
     landed: Callable[[str, Entry | EpdError], None]
     may_run: Callable[[], bool]
 
@@ -73,37 +73,27 @@ class TowerQueue:
         self.pixel_bytes = 0
         """Bytes of the pixels that wait for the tower or are in it."""
 
-    def rows_of(self, grid: Grid) -> int:
-        """Return the embedding rows that a picture of `grid` gives."""
-        time, height, width = grid
-        return time * height * width // self._tower.merge**2
-
-    def nbytes_of(self, grid: Grid) -> int:
-        """Return the bytes of the rows of a picture of `grid`."""
-        return self.rows_of(grid) * self._tower.width * self._tower.itemsize
-
-    def add(self, key: str, patches: memoryview, grid: Grid) -> None:
+    def add(self, key: str, pixels: memoryview, layout: ItemLayout) -> None:
         """Queue an item.
 
         Raises:
-            EncodeFailed: the pixels are not those of the grid.
+            EncodeFailed: the pixels are not those of the layout, or the layout is none of this tower's.
             MediaUnavailable: its rows are larger than the whole cache.
         """
-        self._check(patches, grid)
+        self._check(pixels, layout)
         now = asyncio.get_running_loop().time()
-        self._waiting[key] = Waiting(patches=patches, grid=grid, since=now)
-        self.pixel_bytes += patches.nbytes
-        self._scheduler.add(key, self.rows_of(grid))
+        self._waiting[key] = Waiting(pixels=pixels, layout=layout, since=now)
+        self.pixel_bytes += pixels.nbytes
+        self._scheduler.add(key, layout.rows, layout.forward_group)
         self._changed.set()
 
-    def _check(self, patches: memoryview, grid: Grid) -> None:
-        time, height, width = grid
-        merge = self._tower.merge
-        expected = time * height * width * self._tower.patch_elements * 4
-        if min(grid) < 1 or height % merge or width % merge or patches.nbytes != expected:
-            raise EncodeFailed(f"{patches.nbytes} bytes of pixels do not belong to the grid {list(grid)}")
-        if not self._cache.fits(self.nbytes_of(grid)):
-            text = f"the image's embedding of {self.nbytes_of(grid)} bytes is larger than the embedding cache"
+    def _check(self, pixels: memoryview, layout: ItemLayout) -> None:
+        if pixels.nbytes != layout.pixel_nbytes or not self._tower.takes(layout):
+            text = f"{pixels.nbytes} bytes of pixels do not belong to {layout.rows} rows of this tower"
+            raise EncodeFailed(f"{text} (shape {list(layout.pixel_shape)}, geometry {list(layout.geometry)})")
+        nbytes = self._tower.nbytes_of(layout.rows)
+        if not self._cache.fits(nbytes):
+            text = f"the {layout.modality}'s embedding of {nbytes} bytes is larger than the embedding cache"
             raise MediaUnavailable(f"{text} (--cache-bytes)")
 
     def remove(self, key: str) -> None:
@@ -155,17 +145,17 @@ class TowerQueue:
         evicted = self._cache.evictions
         batch: list[tuple[str, Entry]] = []
         for key in keys:
-            entry = self._cache.reserve(key, self.nbytes_of(self._waiting[key].grid))
+            entry = self._cache.reserve(key, self._tower.nbytes_of(self._waiting[key].layout.rows))
             if entry is None:
                 break
             batch.append((key, entry))
         self._metrics.cache_evictions.labels("l1").inc(self._cache.evictions - evicted)
-        left = keys[len(batch) :]
-        self._scheduler.put_back([(key, self.rows_of(self._waiting[key].grid)) for key in left])
+        left = [(key, self._waiting[key].layout) for key in keys[len(batch) :]]
+        self._scheduler.put_back([(key, layout.rows, layout.forward_group) for key, layout in left])
         return batch
 
     async def _run_batch(self, batch: list[tuple[str, Entry]]) -> None:
-        self._events.running([(key, self._waiting[key].grid) for key, _ in batch])
+        self._events.running([(key, self._waiting[key].layout.rows) for key, _ in batch])
         loop = asyncio.get_running_loop()
         self._busy_since = begun = loop.time()
         for key, _ in batch:
@@ -186,10 +176,10 @@ class TowerQueue:
     def _job(self, key: str, entry: Entry) -> Job:
         waiting = self._waiting[key]
         target = self._memory.view(entry.region.offset, entry.region.nbytes)
-        return Job(patches=waiting.patches, grid=waiting.grid, target=target)
+        return Job(pixels=waiting.pixels, layout=waiting.layout, target=target)
 
     def _land(self, key: str, entry: Entry, result: str | EncodeFailed) -> None:
-        grid = self._waiting[key].grid
+        layout = self._waiting[key].layout
         self._let_go(key)
         if isinstance(result, EncodeFailed):
             self._failures += 1
@@ -199,11 +189,11 @@ class TowerQueue:
         else:
             self._failures = 0
             facts = Facts(
-                grid=grid,
-                rows=self.rows_of(grid),
+                rows=layout.rows,
                 width=self._tower.width,
                 dtype=self._tower.dtype,
                 digest=result,
+                metadata=layout.metadata,
             )
             self._cache.publish(entry, facts)
             self._events.landed(key, entry)
@@ -212,4 +202,4 @@ class TowerQueue:
 
     def _let_go(self, key: str) -> None:
         waiting = self._waiting.pop(key)
-        self.pixel_bytes -= waiting.patches.nbytes
+        self.pixel_bytes -= waiting.pixels.nbytes

@@ -2,7 +2,7 @@
 
     tower = Tower.load(folder, dtype="auto", device="cpu", threads=1)
     tower.width, tower.dtype
-    outputs = tower.encode([(patches, grid), ...])
+    outputs = tower.encode([(pixels, layout), ...])
     outputs.copy_rows(i, target)         # the i-th picture's rows into memory, cast on the way
 
 Rules of this file: the only place of the encode worker that computes with torch. It runs on one thread, the
@@ -23,10 +23,9 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig
 
 from epdctl.errors import EncodeFailed
+from epdctl.worker.encode.layout import PATCHES, ItemLayout
 from epdctl.worker.encode.weights import read_tower
 from epdctl.worker.engine import StartFailed
-
-Grid = tuple[int, int, int]
 
 TOWERS = {
     "qwen2_vl": "Qwen2VisionTransformerPretrainedModel",
@@ -109,18 +108,36 @@ class Tower:
         """Run a blank picture and return the width of its rows; raises EncodeFailed."""
         side = 2 * self.merge
         blank = torch.zeros(side * side, self.patch_elements)
-        outputs = self.encode([(blank, (1, side, side))])
+        layout = ItemLayout(rows=4, pixel_shape=blank.shape, forward_group=PATCHES, geometry=(1, side, side))
+        outputs = self.encode([(blank, layout)])
         return sum(level.shape[1] for level in outputs.levels)
 
-    def encode(self, pictures: Sequence[tuple[torch.Tensor, Grid]]) -> Outputs:
-        """Run one forward over `pictures`: float patches `[t*h*w, patch_elements]` and a grid each.
+    def nbytes_of(self, rows: int) -> int:
+        """Return the bytes of `rows` embedding rows."""
+        return rows * self.width * self.itemsize
+
+    def takes(self, layout: ItemLayout) -> bool:
+        """Return whether an item of `layout` is one for this tower, with the rows that it would give."""
+        if layout.forward_group != PATCHES or len(layout.geometry) != 3 or min(layout.geometry) < 1:
+            return False
+        time, height, width = layout.geometry
+        patches = time * height * width
+        return (
+            height % self.merge == 0
+            and width % self.merge == 0
+            and layout.pixel_shape == (patches, self.patch_elements)
+            and layout.rows == patches // self.merge**2
+        )
+
+    def encode(self, items: Sequence[tuple[torch.Tensor, ItemLayout]]) -> Outputs:
+        """Run one forward over `items`: float patches `[t*h*w, patch_elements]`, (t, h, w) as geometry.
 
         Raises:
             EncodeFailed: the tower failed, or gave another number of rows than the grids say.
         """
-        rows = tuple(t * h * w // self.merge**2 for _, (t, h, w) in pictures)
-        pixels = torch.cat([patches for patches, _ in pictures]).to(self._device, self._dtype)
-        grids = torch.tensor([grid for _, grid in pictures], device=self._device)
+        rows = tuple(layout.rows for _, layout in items)
+        pixels = torch.cat([patches for patches, _ in items]).to(self._device, self._dtype)
+        grids = torch.tensor([layout.geometry for _, layout in items], device=self._device)
         try:
             with torch.inference_mode():
                 out = self._module(pixels, grid_thw=grids)

@@ -11,7 +11,7 @@ from epdctl.worker.transfer.arena import Arena, ArenaMisuse
 
 pytestmark = pytest.mark.unit
 
-FACTS = Facts(grid=(1, 2, 2), rows=1, width=4, dtype="float32", digest="d")
+FACTS = Facts(rows=1, width=4, dtype="float32", digest="d", metadata={})
 
 
 def filled(cache: EmbeddingCache, key: str, nbytes: int = 256) -> Entry:

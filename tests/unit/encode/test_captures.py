@@ -25,13 +25,14 @@ def answer(request: EncodeRequest, recorded: dict[str, Any]) -> dict[str, Any]:
     items = []
     for part in request.parts:
         name = part.uuid or ""
-        time, height, width = params[name]["metadata"]["image_grid_thw"]
+        metadata = params[name]["metadata"]
+        time, height, width = metadata["image_grid_thw"]
         items.append(
             EncodedItem(
                 index=part.index,
                 mm_hash=name,
-                grid=(time, height, width),
                 rows=time * height * width // 4,
+                metadata=metadata,
                 transfer_id=transfer_id_of(part.index, name, request.named, "own"),
             )
         )

@@ -18,7 +18,7 @@ from epdctl.worker.transfer.ports import PushAnnouncement, PushResult, PushSourc
 
 pytestmark = pytest.mark.unit
 
-FACTS = Facts(grid=(1, 2, 2), rows=1, width=4, dtype="float32", digest="d")
+FACTS = Facts(rows=1, width=4, dtype="float32", digest="d", metadata={"image_grid_thw": [1, 2, 2]})
 ASK = Ask(key="k", mm_hash="h", transfer_id="t", consumer_zmq="tcp://127.0.0.1:1")
 
 
@@ -116,7 +116,7 @@ async def test_delivery_ends_with_done_and_bytes_let_go(world: World) -> None:
     world.pusher.sources[0].on_free()
     await world.settle()
 
-    expected = Done(grid=(1, 2, 2), rows=1, transfer_id="t2", source="cached")
+    expected = Done(rows=1, metadata={"image_grid_thw": [1, 2, 2]}, transfer_id="t2", source="cached")
     assert [message.parse(Done) for message in world.sent] == [expected]
     assert (world.pinned, len(world.deliveries)) == (0, 0)
     assert world.room > 0

@@ -11,7 +11,8 @@ pytestmark = pytest.mark.unit
 
 def item(index: int, mm_hash: str, transfer_id: str | None = None) -> EncodedItem:
     """Return an encoded picture of 8 x 8 patches."""
-    return EncodedItem(index=index, mm_hash=mm_hash, grid=(1, 8, 8), rows=16, transfer_id=transfer_id)
+    metadata = {"image_grid_thw": [1, 8, 8]}
+    return EncodedItem(index=index, mm_hash=mm_hash, rows=16, metadata=metadata, transfer_id=transfer_id)
 
 
 def test_identical_pictures_share_an_entry_that_lists_both_places() -> None:

@@ -73,12 +73,38 @@ def test_an_item_is_passed_only_so_often() -> None:
     assert batches == [("0", "3"), ("1",), ("2", "4"), ("5",)]
 
 
+def test_batch_holds_one_forward_group() -> None:
+    """A batch takes the oldest item's group; others keep their place and come next, in order of arrival."""
+    waiting = scheduler(max_items=3)
+    for key in ("a1", "b1", "a2", "b2", "a3", "a4"):
+        waiting.add(key, 1, key[0])
+
+    taken = [waiting.next_batch() for _ in range(4)]
+
+    assert taken == [("a1", "a2", "a3"), ("b1", "b2"), ("a4",), ()]
+
+
+def test_steady_arrivals_of_one_group_do_not_starve_another() -> None:
+    """An item of a rare group is in the batch after the one that was under way when it got to the front."""
+    waiting = scheduler(max_items=4)
+    for number in range(6):
+        waiting.add(f"common{number}", 1, "common")
+    waiting.add("rare", 1, "rare")
+    served: list[str] = []
+    for number in range(6, 36):
+        waiting.add(f"common{number}", 1, "common")
+    while "rare" not in served:
+        served.extend(waiting.next_batch())
+
+    assert len(served) <= 6 + 1 + 4
+
+
 def test_what_could_not_run_comes_first_again() -> None:
     """Items that were put back are at the front again, in their order."""
     waiting = scheduler(5, 5, 5)
     batch = waiting.next_batch()
 
-    waiting.put_back([(key, 5) for key in batch])
+    waiting.put_back([(key, 5, "") for key in batch])
 
     assert waiting.next_batch() == batch == ("0", "1")
 
@@ -109,13 +135,16 @@ def test_same_arrivals_give_the_same_batches() -> None:
     assert sorted(key for batch in first for key in batch) == sorted(str(n) for n in range(300))
 
 
-def test_cost_of_an_item_does_not_grow_with_the_queue() -> None:
+@pytest.mark.parametrize("groups", [1, 2, 100])
+def test_cost_of_an_item_does_not_grow_with_the_queue(groups: int) -> None:
     """At 10,000 waiting items the scheduler takes at most twice as long per item as at 100."""
 
     def seconds_per_item(count: int, rounds: int) -> float:
         best = float("inf")
         for _ in range(rounds):
-            waiting = scheduler(*([3, 9] * (count // 2)))
+            waiting = scheduler()
+            for number in range(count):
+                waiting.add(str(number), 3 + number % 7, str(number % groups))
             begun = time.perf_counter()
             for _ in range(25):
                 waiting.next_batch()
