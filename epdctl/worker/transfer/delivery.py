@@ -57,7 +57,12 @@ class Delivery:
         self._open = 0
         self._unfreed = 0
         self._source: PushSource | None = None
-        self._discovery = self._loop.create_task(self._discover())
+        self._discovery: asyncio.Task[None] | None = None
+        known = consumer.known_ranks()
+        if known is None:
+            self._discovery = self._loop.create_task(self._discover())
+        else:
+            self._start(known)
 
     async def push(self, source: PushSource) -> PushResult:
         """Deliver the bytes; see `ports.Delivery.push`."""
@@ -80,15 +85,18 @@ class Delivery:
     def tasks(self) -> set[asyncio.Task[None]]:
         """Return the exchanges that are under way."""
         tasks = {task for rank in self._ranks for task in rank.tasks}
-        return tasks if self._discovery.done() else tasks | {self._discovery}
+        if self._discovery is not None and not self._discovery.done():
+            tasks.add(self._discovery)
+        return tasks
 
     async def stop(self) -> None:
         """Drop everything under way, for a sender that closes."""
         self._conclude(ShuttingDown("this worker is shutting down"))
-        self._discovery.cancel()
         for rank in self._ranks:
             rank.stop()
-        await asyncio.gather(self._discovery, return_exceptions=True)
+        if self._discovery is not None:
+            self._discovery.cancel()
+            await asyncio.gather(self._discovery, return_exceptions=True)
         if not self._ranks and self._source is not None:
             self._free()
 
@@ -101,6 +109,12 @@ class Delivery:
         if self._result.done():
             self._fail_undiscovered(TransferFailed("the transfer was given up"))
             return
+        self._start(links)
+        if self._source is not None:
+            for rank in self._ranks:
+                rank.give_source(self._source)
+
+    def _start(self, links: list[RankLink]) -> None:
         self._ranks = [
             RankPush(
                 self._around,
@@ -116,16 +130,13 @@ class Delivery:
         self._open = self._unfreed = len(self._ranks)
         for rank in self._ranks:
             rank.start()
-        if self._source is not None:
-            for rank in self._ranks:
-                rank.give_source(self._source)
 
     def _give(self, source: PushSource) -> None:
         self._source = source
         if self._ranks:
             for rank in self._ranks:
                 rank.give_source(source)
-        elif self._discovery.done():
+        elif self._discovery is None or self._discovery.done():
             self._free()
 
     async def _find_ranks(self) -> list[RankLink]:

@@ -1,7 +1,7 @@
 """The control side of the consumers that a producer knows: who answers where, asked in batches.
 
-Rules of this file: what is asked for in one turn of the event loop travels as one message. The ranks of a
-consumer are asked for once per incarnation of it: again after an exchange was lost or its Mooncake session
+Rules of this file: what is asked for in one turn of the event loop, and while two messages are under way,
+travels together. The ranks of a consumer are asked for once per incarnation of it: again after an exchange was lost or its Mooncake session
 changed. Nothing is retried here.
 """
 
@@ -18,40 +18,71 @@ from epdctl.ec.protocol import CompleteItem, CompleteResult, Refusal, Reservatio
 from epdctl.errors import EpdError
 from epdctl.worker.transfer.push_steps import Cancel
 
-MAX_BATCH = 64
+FIRST_BATCH, MAX_BATCH = 4, 64
+MAX_OPEN = 2
+"""Messages of one kind under way to one rank; what comes meanwhile goes into the next one."""
+MAX_WAIT_S = 0.02
 
 I = TypeVar("I")  # noqa: E741 - an item that is asked for
 A = TypeVar("A")
 
 
 class Batched(Generic[I, A]):
-    """Gathers what is asked for in one turn of the loop and asks for it together."""
+    """Gathers what is asked for and asks for it together, in few messages at a time.
+
+    The first message of a burst is small, so that its items get going while the rest is asked for. What has
+    waited for `MAX_WAIT_S` is asked for whatever is under way: an answer that does not come delays nobody.
+    """
 
     def __init__(self, ask_many: Callable[[Sequence[I]], Awaitable[Sequence[A]]]) -> None:
         self._ask_many = ask_many
         self._queue: list[tuple[I, asyncio.Future[A]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def ask(self, item: I) -> A:
-        """Return the answer for `item`, or raise what its batch failed with."""
+    def ask(self, item: I) -> asyncio.Future[A]:
+        """Return the future answer for `item`; it fails with what its batch failed with."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[A] = loop.create_future()
         if not self._queue:
             loop.call_soon(self._flush)
         self._queue.append((item, answer))
-        return await answer
+        return answer
 
     def close(self) -> None:
         """Drop what is under way."""
+        self._stop_timer()
         for task in self._tasks:
             task.cancel()
 
     def _flush(self) -> None:
-        queue, self._queue = self._queue, []
-        for at in range(0, len(queue), MAX_BATCH):
-            task = asyncio.create_task(self._send(queue[at : at + MAX_BATCH]))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        while self._queue and len(self._tasks) < MAX_OPEN:
+            self._send_next()
+        if self._queue and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(MAX_WAIT_S, self._flush_all)
+
+    def _flush_all(self) -> None:
+        self._timer = None
+        while self._queue:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        size = MAX_BATCH if self._tasks else FIRST_BATCH
+        batch, self._queue = self._queue[:size], self._queue[size:]
+        if not self._queue:
+            self._stop_timer()
+        task = asyncio.create_task(self._send(batch))
+        self._tasks.add(task)
+        task.add_done_callback(self._sent)
+
+    def _sent(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._flush()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     async def _send(self, batch: list[tuple[I, asyncio.Future[A]]]) -> None:
         try:
@@ -135,15 +166,20 @@ class ConsumerLink:
 
     async def ranks(self) -> list[RankLink]:
         """Return the links to all ranks; raise ConsumerUnavailable or UpstreamProtocol."""
-        if self._ports is None:
-            if self._asking is None:
-                self._asking = asyncio.create_task(self._ask())
-                self._asking.add_done_callback(_retrieve)
-            # All pushes that come meanwhile share the one question; none of them may cancel it.
-            asking = self._asking
-            await asyncio.wait({asking})
-            return [self._rank(port) for port in asking.result()]
-        return [self._rank(port) for port in self._ports]
+        known = self.known_ranks()
+        if known is not None:
+            return known
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask())
+            self._asking.add_done_callback(_retrieve)
+        # All pushes that come meanwhile share the one question; none of them may cancel it.
+        asking = self._asking
+        await asyncio.wait({asking})
+        return [self._rank(port) for port in asking.result()]
+
+    def known_ranks(self) -> list[RankLink] | None:
+        """Return the links to all ranks, or None when the consumer has to be asked first."""
+        return None if self._ports is None else [self._rank(port) for port in self._ports]
 
     def saw_session(self, rank: RankLink, session: str) -> None:
         """Note a rank's Mooncake session; another one than before is another process."""

@@ -98,6 +98,7 @@ class RankPush:
         self._source: PushSource | None = None
         self._write: EngineWrite | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self.tasks: set[asyncio.Task[None]] = set()
         self._started_at = self._loop.time()
         self._over = False
@@ -147,7 +148,7 @@ class RankPush:
                 case Reserve() | Complete() | Poll() | Cancel():
                     self._spawn(self._exchange(action))
                 case Write():
-                    self._spawn(self._start_write(action))
+                    self._start_write(action)
                 case Withdraw():
                     if self._write is not None:
                         self._around.engine.withdraw(self._write)
@@ -162,14 +163,20 @@ class RankPush:
         task.add_done_callback(self.tasks.discard)
 
     def _set_timer(self) -> None:
+        due = None if self._stopped else self._push.due_at
         if self._timer is not None:
+            # One that fires too early is set again then: cheaper than a new one for each step.
+            if due is not None and self._timer_at <= due:
+                return
             self._timer.cancel()
             self._timer = None
-        if self._push.due_at is not None and not self._stopped:
-            self._timer = self._loop.call_at(self._push.due_at, self._tick)
+        if due is not None:
+            self._timer_at = due
+            self._timer = self._loop.call_at(due, self._tick)
 
     def _tick(self) -> None:
         # The loop may call a little early: the push does nothing then, and the timer is set again.
+        self._timer = None
         self._do(self._push.tick(self._loop.time()))
 
     def _finish(self, finish: Finish) -> None:
@@ -218,29 +225,34 @@ class RankPush:
             case Cancel():
                 return await self._rank.cancel(asked)
 
-    async def _start_write(self, wanted: Write) -> None:
-        reachable = await self._is_reachable()
-        # The push may have been given up while we asked: then not a byte must go out.
-        if not reachable or self._source is None or self._push.phase is not Phase.WRITING:
-            self._not_written()
-            return
-        piece = Piece(self._source.address, wanted.destination, self._item.nbytes)
-        try:
-            self._write = self._around.engine.submit(wanted.session, [piece])
-        except TransferSetupFailed:
-            self._not_written()
-            return
-        self._write.outcome.add_done_callback(self._written)
-        self._write.settled.add_done_callback(self._settled)
+    def _start_write(self, wanted: Write) -> None:
+        if self._loop.time() - self._rank.heard_at > FRESH_S:
+            self._spawn(self._greet_and_write(wanted))
+        elif not self._submit(wanted):
+            self._loop.call_soon(self._not_written)
 
-    async def _is_reachable(self) -> bool:
-        if self._loop.time() - self._rank.heard_at <= FRESH_S:
-            return True
+    async def _greet_and_write(self, wanted: Write) -> None:
         try:
             await self._rank.greet()
         except (ConsumerUnavailable, UpstreamProtocol):
             self._consumer.forget_ranks()
+            self._not_written()
+            return
+        # The push may have been given up while we asked: then not a byte must go out.
+        if self._push.phase is not Phase.WRITING or not self._submit(wanted):
+            self._not_written()
+
+    def _submit(self, wanted: Write) -> bool:
+        """Hand the write to the engine; false when there is none, or nothing to write."""
+        if self._source is None:
             return False
+        piece = Piece(self._source.address, wanted.destination, self._item.nbytes)
+        try:
+            self._write = self._around.engine.submit(wanted.session, [piece])
+        except TransferSetupFailed:
+            return False
+        self._write.outcome.add_done_callback(self._written)
+        self._write.settled.add_done_callback(self._settled)
         return True
 
     def _not_written(self) -> None:
