@@ -13,7 +13,9 @@ def machine() -> str:
     """Return the class of this machine and its load now."""
     load = os.getloadavg()[0]
     python = ".".join(platform.python_version_tuple()[:2])
-    return f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {python}, load {load:.1f}"
+    return (
+        f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {python}, load {load:.1f}"
+    )
 
 
 @contextmanager

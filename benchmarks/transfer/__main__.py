@@ -37,7 +37,9 @@ RAW = ("sync", "submit", "submit-1MB")
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options of a run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer", description=__doc__)
-    parser.add_argument("--sizes", default=",".join(str(size // 1024) for size in SIZES), help="KiB of an item")
+    parser.add_argument(
+        "--sizes", default=",".join(str(size // 1024) for size in SIZES), help="KiB of an item"
+    )
     parser.add_argument("--consumers", default="1,2,4", help="numbers of consumers")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--total-mb", type=int, default=TOTAL_BYTES // 2**20, help="MiB to each consumer")
@@ -157,7 +159,14 @@ def judged(case: Case, rounds: dict[str, list[float]]) -> dict[str, Any]:
     }
     is_judged = case.consumers == 1 and case.nbytes >= JUDGED_FROM
     met = (ratios["pushed"] >= MUST) if is_judged else None
-    return {"case": case.name, "best": best, "medians": medians, "ratios": ratios, "met": met, "rounds": rounds}
+    return {
+        "case": case.name,
+        "best": best,
+        "medians": medians,
+        "ratios": ratios,
+        "met": met,
+        "rounds": rounds,
+    }
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
@@ -180,10 +189,8 @@ async def run(options: argparse.Namespace) -> int:
     """Measure every case, print the table, and return the exit code."""
     os.environ.update(mooncake_environment(os.environ, protocol="tcp"))
     before = machine()
-    results = []
     with quietly():
-        for case in cases_of(options):
-            results.append(judged(case, await measure(case, options.rounds)))
+        results = [judged(case, await measure(case, options.rounds)) for case in cases_of(options)]
     print(f"{before}; at the end {machine()}\n\n{table(results)}")
     if options.json is not None:
         options.json.write_text(json.dumps({"machine": before, "results": results}, indent=1))

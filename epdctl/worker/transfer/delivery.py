@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from epdctl.errors import (
     ConsumerFull,
@@ -51,7 +52,8 @@ class Delivery:
         self._on_finish, self._on_over = on_finish, on_over
         self._loop = asyncio.get_running_loop()
         self._started_at = self._loop.time()
-        self._result: asyncio.Future[PushResult | EpdError] = self._loop.create_future()
+        self._result: PushResult | EpdError | None = None
+        self._waiter: asyncio.Future[None] | None = None
         self._ranks: list[RankPush] = []
         self._finished: dict[RankPush, Finish] = {}
         self._open = 0
@@ -67,11 +69,15 @@ class Delivery:
     async def push(self, source: PushSource) -> PushResult:
         """Deliver the bytes; see `ports.Delivery.push`."""
         self._give(source)
-        try:
-            result = await asyncio.shield(self._result)
-        except asyncio.CancelledError:
-            self.abort()
-            raise
+        if self._result is None:
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self.abort()
+                raise
+        result = self._result
+        assert result is not None, "whoever waits is woken with a result"
         if isinstance(result, EpdError):
             raise result
         return result
@@ -82,7 +88,7 @@ class Delivery:
         for rank in self._ranks:
             rank.abort()
 
-    def tasks(self) -> set[asyncio.Task[None]]:
+    def tasks(self) -> set[asyncio.Future[Any]]:
         """Return the exchanges that are under way."""
         tasks = {task for rank in self._ranks for task in rank.tasks}
         if self._discovery is not None and not self._discovery.done():
@@ -106,7 +112,7 @@ class Delivery:
         except EpdError as error:
             self._fail_undiscovered(error)
             return
-        if self._result.done():
+        if self._result is not None:
             self._fail_undiscovered(TransferFailed("the transfer was given up"))
             return
         self._start(links)
@@ -149,7 +155,7 @@ class Delivery:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _fail_undiscovered(self, error: EpdError) -> None:
-        given_up = self._result.done()
+        given_up = self._result is not None
         outcome = TransferOutcome.CANCELLED if given_up else TransferOutcome.FAILED
         seconds = self._loop.time() - self._started_at
         self._around.observe(TransferRecord(side=Side.PRODUCER, outcome=outcome, nbytes=0, seconds=seconds))
@@ -192,9 +198,12 @@ class Delivery:
             self._on_over(self)
 
     def _conclude(self, result: PushResult | EpdError) -> None:
-        if not self._result.done():
-            self._result.set_result(result)
-            self._on_finish()
+        if self._result is not None:
+            return
+        self._result = result
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        self._on_finish()
 
 
 def _error(finish: Finish) -> EpdError:

@@ -1,8 +1,8 @@
 """The control side of the consumers that a producer knows: who answers where, asked in batches.
 
-Rules of this file: what is asked for in one turn of the event loop, and while two messages are under way,
-travels together. The ranks of a consumer are asked for once per incarnation of it: again after an exchange was lost or its Mooncake session
-changed. Nothing is retried here.
+Rules of this file: what is asked for in one turn of the event loop, and while the message before it is under
+way, travels together. The ranks of a consumer are asked for once per incarnation of it: again after an
+exchange was lost or its Mooncake session changed. Nothing is retried here.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from epdctl.ec.protocol import CompleteItem, CompleteResult, Refusal, Reservatio
 from epdctl.errors import EpdError
 from epdctl.worker.transfer.push_steps import Cancel
 
-FIRST_BATCH, MAX_BATCH = 4, 64
-MAX_OPEN = 2
-"""Messages of one kind under way to one rank; what comes meanwhile goes into the next one."""
+FIRST_BATCH, MAX_BATCH = 8, 64
 MAX_WAIT_S = 0.02
 
 I = TypeVar("I")  # noqa: E741 - an item that is asked for
@@ -28,7 +26,7 @@ A = TypeVar("A")
 
 
 class Batched(Generic[I, A]):
-    """Gathers what is asked for and asks for it together, in few messages at a time.
+    """Gathers what is asked for while a message is under way, and asks for it together in the next one.
 
     The first message of a burst is small, so that its items get going while the rest is asked for. What has
     waited for `MAX_WAIT_S` is asked for whatever is under way: an answer that does not come delays nobody.
@@ -56,18 +54,17 @@ class Batched(Generic[I, A]):
             task.cancel()
 
     def _flush(self) -> None:
-        while self._queue and len(self._tasks) < MAX_OPEN:
-            self._send_next()
+        if self._queue and not self._tasks:
+            self._send_next(FIRST_BATCH)
         if self._queue and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(MAX_WAIT_S, self._flush_all)
 
     def _flush_all(self) -> None:
         self._timer = None
         while self._queue:
-            self._send_next()
+            self._send_next(MAX_BATCH)
 
-    def _send_next(self) -> None:
-        size = MAX_BATCH if self._tasks else FIRST_BATCH
+    def _send_next(self, size: int) -> None:
         batch, self._queue = self._queue[:size], self._queue[size:]
         if not self._queue:
             self._stop_timer()
@@ -77,7 +74,8 @@ class Batched(Generic[I, A]):
 
     def _sent(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._flush()
+        if self._queue and not self._tasks:
+            self._send_next(MAX_BATCH)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -103,17 +101,17 @@ class RankLink:
     def __init__(self, client: ControlClient) -> None:
         self._client = client
         self._reserve = Batched(self._reserve_many)
-        self._complete = Batched(client.complete_batch)
+        self._complete = Batched(self._complete_many)
         self.session: str | None = None
         self.heard_at = float("-inf")
 
-    async def reserve(self, item: ReserveItem) -> Reservation | Refusal:
+    def reserve(self, item: ReserveItem) -> asyncio.Future[Reservation | Refusal]:
         """Ask for the space of one item."""
-        return self._heard(await self._reserve.ask(item))
+        return self._reserve.ask(item)
 
-    async def complete(self, item: CompleteItem) -> CompleteResult:
+    def complete(self, item: CompleteItem) -> asyncio.Future[CompleteResult]:
         """Publish one finished write."""
-        return self._heard(await self._complete.ask(item))
+        return self._complete.ask(item)
 
     async def cancel(self, cancel: Cancel) -> bool:
         """Give one reservation up."""
@@ -144,8 +142,11 @@ class RankLink:
     async def _reserve_many(self, items: Sequence[ReserveItem]) -> Sequence[Reservation | Refusal]:
         # vLLM's producer sends the single form for one item; so do we.
         if len(items) == 1:
-            return [await self._client.reserve(items[0])]
-        return await self._client.reserve_batch(items)
+            return self._heard([await self._client.reserve(items[0])])
+        return self._heard(await self._client.reserve_batch(items))
+
+    async def _complete_many(self, items: Sequence[CompleteItem]) -> Sequence[CompleteResult]:
+        return self._heard(await self._client.complete_batch(items))
 
     def _heard(self, answer: A) -> A:
         self.heard_at = asyncio.get_running_loop().time()
