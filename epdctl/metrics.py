@@ -67,6 +67,9 @@ class WorkerMetrics:
             "epdctl_requests_total", "Finished requests.", ["route", "topology", "outcome"], registry=r
         )
         self.in_flight = Gauge("epdctl_in_flight", "Calls under way in a stage.", ["stage"], registry=r)
+        self.retries = Counter(
+            "epdctl_retries_total", "Attempts after the first.", ["stage", "reason"], registry=r
+        )
         self.ec_transfers = Counter(
             "epdctl_ec_transfers_total", "Embedding transfers ended.", ["side", "outcome"], registry=r
         )

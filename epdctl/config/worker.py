@@ -121,11 +121,20 @@ class EncodeSettings(WorkerSettings):
       epdctl worker encode --model ./m --allowed-local-media-path /data/images --max-batch-items 32
     """
 
+    data_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Engines, each a process with a cache of its own: one for each device of the kind that "
+        "--device names (cuda: cuda:0 and up), or all on the CPU. They share this worker's URL.",
+    )
     reply_after: Literal["push", "encode"] = Field(
         "push", description="Answer when the consumer has the embeddings, or as soon as they are encoded."
     )
     cache_bytes: int = Field(
-        256 * MIB, ge=MIB, description="Embedding cache: the memory that Mooncake reads from."
+        256 * MIB,
+        ge=MIB,
+        description="Embedding cache of each engine: the memory that Mooncake reads from.",
     )
     max_batch_tokens: int = Field(8192, ge=1, description="Most embedding rows in one forward.")
     max_batch_items: int = Field(16, ge=1, description="Most images in one forward.")
@@ -151,7 +160,19 @@ class EncodeSettings(WorkerSettings):
     def _check(self) -> EncodeSettings:
         if self.max_items > self.queue_items:
             raise ValueError("--queue-items must be at least --max-items")
+        if self.data_parallel_size > 1 and ":" in self.device:
+            raise ValueError(
+                f"--device {self.device} is one device: with --data-parallel-size name its kind, such as cuda"
+            )
         path = self.allowed_local_media_path
         if path is not None and not path.is_dir():
             raise ValueError(f"--allowed-local-media-path {path}: no such folder")
         return self
+
+    @property
+    def engine_devices(self) -> tuple[str, ...]:
+        """The device of each engine."""
+        size = self.data_parallel_size
+        if size == 1 or self.device == "cpu":
+            return (self.device,) * size
+        return tuple(f"{self.device}:{number}" for number in range(size))

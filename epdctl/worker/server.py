@@ -30,7 +30,7 @@ from epdctl.metrics import CONTENT_TYPE, WorkerMetrics
 from epdctl.wire import encode_json
 from epdctl.worker.engine import StartFailed
 from epdctl.worker.samples import merge, render, snapshot
-from epdctl.worker.supervisor import EngineState, Supervisor
+from epdctl.worker.supervisor import EngineState, EngineStatus, Supervisor
 
 JSON = "application/json"
 _GENERATION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
@@ -88,19 +88,30 @@ class WorkerEdge:
     engines: Sequence[Supervisor]
     metrics: WorkerMetrics
     in_flight: InFlight
-    trouble: Callable[[], str | None] = lambda: None
+    trouble: Callable[[], str | None]
     """Reason of the worker kind itself why it is not healthy, or None."""
+    loads: Callable[[], Sequence[int]]
+    """What each engine has to do now, in requests or items."""
+    one_engine_is_enough: bool = False
+    """Whether any engine can do another one's work; else the worker is as healthy as its worst engine."""
 
 
 def health_of(edge: WorkerEdge) -> str | None:
-    """Return why the worker is not healthy, or None; the worst engine counts."""
+    """Return why the worker is not healthy, or None."""
     if edge.in_flight.draining:
         return "shutting down"
-    for engine in edge.engines:
-        status = engine.status()
-        if status.state is not EngineState.READY or status.reason is not None:
-            return status.reason or status.state.value
+    reasons = [_reason(engine.status()) for engine in edge.engines]
+    wrong = [reason for reason in reasons if reason is not None]
+    if wrong and not (edge.one_engine_is_enough and len(wrong) < len(reasons)):
+        return wrong[0]
     return edge.trouble()
+
+
+def _reason(status: EngineStatus) -> str | None:
+    """Return why an engine does not serve as it should, or None."""
+    if status.state is EngineState.READY:
+        return status.reason
+    return status.reason or status.state.value
 
 
 def _json(body: object, status: int = 200) -> web.Response:
@@ -113,9 +124,10 @@ def add_common_routes(app: web.Application, edge: WorkerEdge) -> None:
 
     async def health(_: web.Request) -> web.Response:
         reason = health_of(edge)
+        statuses = [engine.status() for engine in edge.engines]
         engines = [
-            {"state": s.state.value, "restarts": s.restarts, "reason": s.reason}
-            for s in (engine.status() for engine in edge.engines)
+            {"state": s.state.value, "restarts": s.restarts, "reason": s.reason, "in_flight": load}
+            for s, load in zip(statuses, edge.loads(), strict=True)
         ]
         status = "ok" if reason is None else "unavailable"
         body = {"status": status, "reason": reason, "in_flight": edge.in_flight.count, "engines": engines}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import sys
 import uuid
@@ -133,14 +134,26 @@ class EncodeWorker:
         return 0.0
 
     def engine_pid(self) -> int:
-        """Return the process id of the engine."""
+        """Return the process id of the first engine."""
+        pids = self.engine_pids()
+        if not pids:
+            raise AssertionError("the worker has no engine process")
+        return pids[0]
+
+    def engine_pids(self) -> list[int]:
+        """Return the process ids of the engines."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for child in children:
-            if b"encode_engine" in (line := Path(f"/proc/{child}/cmdline").read_bytes()) or (
-                b"encode.engine" in line
-            ):
-                return int(child)
-        raise AssertionError("the worker has no engine process")
+        return [int(child) for child in children if _is_engine(child)]
+
+    async def engines(self) -> list[dict[str, Any]]:
+        """Return what `/health` says of each engine."""
+        _, text = await self.get("/health")
+        return list(json.loads(text)["engines"])
+
+
+def _is_engine(pid: str) -> bool:
+    line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"encode_engine" in line or b"encode.engine" in line
 
 
 def start_worker(

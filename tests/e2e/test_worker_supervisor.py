@@ -74,6 +74,37 @@ async def test_ready_engine_leaves_no_files(engine: Start) -> None:
         call.end()
 
 
+async def test_the_first_engine_to_connect_takes_nothing_from_the_others(engine: Start) -> None:
+    """A ready engine's socket files are removed, and no others: one that is held back at its start still
+    finds its own, and in the end no file is left."""
+    fast, slow = engine(), engine()
+    starting = asyncio.create_task(slow.start())
+
+    async def is_begun() -> bool:
+        return slow.status().pid is not None
+
+    await wait_until(is_begun, "the slow engine's process exists", 10.0)
+    pid = slow.status().pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await fast.start()
+        left = [path.name for path in slow._directory.glob("*/*")]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    await starting
+    answers = []
+    for supervisor in (fast, slow):
+        async with supervisor.call() as call:
+            await call.send("echo", {})
+            answers.append((await call.receive()).kind)
+            call.end()
+
+    assert sorted(left) == ["to-engine", "to-front"]
+    assert answers == ["echoed", "echoed"]
+    assert list(slow._directory.iterdir()) == []
+
+
 async def test_failure_of_a_call_arrives_as_the_same_failure(engine: Start) -> None:
     """A failure that the engine reports is raised at the caller with its class, text and field."""
     supervisor = engine()

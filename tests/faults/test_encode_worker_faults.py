@@ -27,28 +27,11 @@ from tests.e2e.encode_worker import (
 from tests.stubs.consumer import StubConsumer
 from tests.stubs.ports import free_port
 from tests.stubs.process import wait_until
+from tests.stubs.switch import Switch
 
 pytestmark = [pytest.mark.fault, pytest.mark.worker]
 
 Launch = Callable[..., EncodeWorker]
-
-
-class Switch:
-    """The fault switch of `tests.stubs.faulty_encode_engine`."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    @property
-    def env(self) -> dict[str, str]:
-        """The environment that the worker needs."""
-        return {"EPDCTL_TEST_FAULT": str(self._path)}
-
-    def set(self, fault: str) -> None:
-        """Let forwards do `fault` from now on; "" heals."""
-        other = self._path.with_suffix(".new")
-        other.write_text(fault)
-        other.replace(self._path)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,14 +20,15 @@ import msgspec
 
 from epdctl.errors import EngineUnavailable, EpdError, InvalidRequest, Overloaded
 from epdctl.metrics import WorkerMetrics
+from epdctl.worker.encode.engines import EncodeEngines
 from epdctl.worker.encode.identifier import item_identifier
 from epdctl.worker.encode.keys import cache_key, content_digest, identity_of, transfer_id_of
-from epdctl.worker.encode.messages import Ask, Done, Pixels, ReadyFacts
+from epdctl.worker.encode.messages import Ask, Done, Pixels
 from epdctl.worker.encode.options import ItemOptions
 from epdctl.worker.encode.reply import EncodedItem
 from epdctl.worker.encode.request import EncodeRequest, MediaPart, parse_encode_request
 from epdctl.worker.media import MediaFetcher, MediaLimits
-from epdctl.worker.supervisor import EngineCall, Supervisor
+from epdctl.worker.supervisor import EngineCall
 
 T = TypeVar("T")
 
@@ -44,20 +45,26 @@ class FrontLimits:
 
 
 class EncodeFront:
-    """Serves encode requests with one engine."""
+    """Serves encode requests with the worker's engines.
+
+    `reclaim(consumer_zmq, transfer_id)` ends what a lost engine has begun at a consumer, and returns the id
+    under which the item is delivered anew.
+    """
 
     def __init__(
         self,
         model: str,
         model_id: str,
-        engine: Supervisor,
+        engines: EncodeEngines,
+        reclaim: Callable[[str, str], Awaitable[str]],
         limits: FrontLimits,
         media: MediaLimits,
         metrics: WorkerMetrics,
     ) -> None:
         self._model = model
         self._model_id = model_id
-        self._engine = engine
+        self._engines = engines
+        self._reclaim = reclaim
         self._limits = limits
         self._media = media
         self._in_flight = metrics.in_flight.labels("encode")
@@ -144,10 +151,7 @@ class EncodeFront:
 
     def _identity(self) -> str:
         """Return the identity of all that turns a picture's bytes into rows; raises EngineUnavailable."""
-        status = self._engine.status()
-        if not status.facts:
-            raise self._engine.unavailable()
-        facts = msgspec.convert(dict(status.facts), ReadyFacts)
+        facts = self._engines.facts()
         return identity_of(self._preparer.identity, facts.model_type, facts.model_identity, facts.dtype)
 
     async def _encode_one(
@@ -164,8 +168,9 @@ class EncodeFront:
         )
 
     async def _ask(self, ask: Ask, content: bytes, options: ItemOptions) -> Done:
-        async with self._engine.call() as call:
-            await call.send("encode", ask)
+        async def attempt(call: EngineCall, is_retry: bool) -> Done:
+            asked = await self._asked_again(ask) if is_retry else ask
+            await call.send("encode", asked)
             while True:
                 received = await call.receive()
                 if received.kind == "send_pixels":
@@ -173,6 +178,15 @@ class EncodeFront:
                 else:
                     call.end()
                     return received.parse(Done)
+
+        return await self._engines.run(ask.key, attempt)
+
+    async def _asked_again(self, ask: Ask) -> Ask:
+        """Return what to ask after an engine was lost, which may have begun to deliver the item."""
+        if ask.consumer_zmq is None or ask.transfer_id is None:
+            return ask
+        fresh = await self._reclaim(ask.consumer_zmq, ask.transfer_id)
+        return msgspec.structs.replace(ask, transfer_id=fresh)
 
     async def _send_pixels(self, call: EngineCall, content: bytes, options: ItemOptions) -> None:
         prepared = await self._on(self._decoding, self._preparer.prepare, content, options)

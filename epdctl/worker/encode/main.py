@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,8 +22,10 @@ from epdctl.metrics import WorkerMetrics
 from epdctl.worker.announce import Announcement, NoAddress, SelfRegistration, advertised_url
 from epdctl.worker.encode.api import add_encode_routes
 from epdctl.worker.encode.checkpoint import find_checkpoint
+from epdctl.worker.encode.engines import EncodeEngines
 from epdctl.worker.encode.front import EncodeFront, FrontLimits
 from epdctl.worker.encode.messages import EncodeEngineSettings
+from epdctl.worker.encode.reclaim import reclaim
 from epdctl.worker.engine import StartFailed
 from epdctl.worker.media import MediaLimits
 from epdctl.worker.media_address import FetchRules
@@ -72,11 +75,16 @@ async def _serve(
 ) -> int:
     metrics = WorkerMetrics()
     async with worker_sockets() as (context, directory):
-        engine = Supervisor(_engine_spec(settings, folder, url, engine_module), context, directory)
+        supervisors = [
+            Supervisor(_engine_spec(settings, folder, url, engine_module, number), context, directory)
+            for number in range(settings.data_parallel_size)
+        ]
+        engines = EncodeEngines(supervisors, metrics)
         front = EncodeFront(
             model=settings.model_name,
             model_id=settings.model,
-            engine=engine,
+            engines=engines,
+            reclaim=partial(reclaim, context),
             limits=_front_limits(settings),
             media=_media_limits(settings),
             metrics=metrics,
@@ -85,10 +93,12 @@ async def _serve(
             model_name=settings.model_name,
             model_root=settings.model,
             max_model_len=None,
-            engines=[engine],
+            engines=supervisors,
             metrics=metrics,
             in_flight=InFlight(),
             trouble=front.trouble,
+            loads=engines.loads,
+            one_engine_is_enough=True,
         )
         app = build_app(edge, Role.ENCODE.value, settings.max_body_bytes)
         add_encode_routes(app, front, settings.model_name)
@@ -106,11 +116,11 @@ async def _serve(
             await front.close()
 
 
-def _engine_spec(settings: EncodeSettings, folder: Path, url: str, module: str) -> EngineSpec:
+def _engine_spec(settings: EncodeSettings, folder: Path, url: str, module: str, number: int) -> EngineSpec:
     engine = EncodeEngineSettings(
         folder=str(folder),
         dtype=settings.dtype,
-        device=settings.device,
+        device=settings.engine_devices[number],
         threads=settings.threads,
         cache_bytes=settings.cache_bytes,
         max_batch_tokens=settings.max_batch_tokens,
@@ -123,7 +133,7 @@ def _engine_spec(settings: EncodeSettings, folder: Path, url: str, module: str) 
         transfer_timeout_s=settings.transfer_timeout,
     )
     return EngineSpec(
-        name="encode-0",
+        name=f"encode-{number}",
         module=module,
         settings=msgspec.to_builtins(engine),
         environment=settings.engine_environment,

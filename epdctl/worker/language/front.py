@@ -96,6 +96,10 @@ class LanguageFront:
         """Return why the front cannot serve, or None."""
         return None if self._loaded is not None else "the tokenizer is loading"
 
+    def loads(self) -> Sequence[int]:
+        """Return how many requests each replica has now."""
+        return tuple(self._open)
+
     @property
     def loaded(self) -> Loaded:
         """What was loaded; raises EngineUnavailable before that."""

@@ -131,6 +131,7 @@ async def _serve(settings: LanguageSettings, role: Role, place: _Place) -> int:
             metrics=metrics,
             in_flight=InFlight(),
             trouble=front.trouble,
+            loads=front.loads,
         )
         app = build_app(edge, role.value, settings.max_body_bytes)
         add_language_routes(app, front, model=settings.model_name, draining=lambda: edge.in_flight.draining)

@@ -39,6 +39,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--allowed-local-media-path", "/no/such/folder"), "--allowed-local-media-path"),
         (("--reply-after", "never"), "--reply-after"),
         (("--dtype", "int8"), "--dtype"),
+        (("--data-parallel-size", "0"), "--data-parallel-size"),
+        (("--data-parallel-size", "2", "--device", "cuda:1"), "--device cuda:1 is one device"),
         (("--no-such-flag", "1"), "--no-such-flag"),
     ],
 )
@@ -94,3 +96,20 @@ def test_engine_gets_what_mooncake_must_find(monkeypatch: pytest.MonkeyPatch) ->
 
     assert (environment["MC_MIN_RPC_PORT"], environment["MC_MAX_RPC_PORT"]) == ("16000", "16100")
     assert (environment["MC_FORCE_TCP"], environment["MC_LOG_LEVEL"]) == ("1", "INFO")
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "devices"),
+    [
+        ("cpu", 1, ("cpu",)),
+        ("cpu", 3, ("cpu", "cpu", "cpu")),
+        ("cuda", 1, ("cuda",)),
+        ("cuda:3", 1, ("cuda:3",)),
+        ("cuda", 2, ("cuda:0", "cuda:1")),
+    ],
+)
+def test_each_engine_has_a_device(device: str, size: int, devices: tuple[str, ...]) -> None:
+    """Engines share the CPU and get a device each of any other kind; one engine takes what is named."""
+    settings = load("--device", device, "--data-parallel-size", str(size))
+
+    assert settings.engine_devices == devices

@@ -1,1 +1,0 @@
-"""What the producer's end moves, beside Mooncake alone."""
