@@ -6,7 +6,9 @@ Rules of this file:
 - Before the first write, and after a failure, a session is probed: a write to a hung peer that was never
   contacted blocks the whole engine for 60 s. A failed session is probed at most once in `RETRY_S`.
 - When a write fails, everything queued for its session fails with it, at once.
-- Pieces are cut to `CHUNK_BYTES`, and neighbours (adjacent at both ends) are merged up to that.
+- A write takes a fourth of what is queued for its session, between `CHUNK_BYTES` and `LONGEST_BYTES`: large
+  pieces are cut to that, and neighbours (adjacent at both ends) merged up to it. Four lanes of 1 MB drain in
+  a millisecond, in which a busy event loop may not have let the polling thread look once.
 - A job is settled when the engine reads none of its bytes any more, which may be long after it has failed.
 
 No engine, no clock, no threads here: `now` (seconds) is handed in. Numbers are from measurements of
@@ -20,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-CHUNK_BYTES = 2**20
+CHUNK_BYTES, LONGEST_BYTES = 2**20, 2**22
 LANES = 4
 RETRY_S = 1.0
 MAX_SESSIONS = 1024
@@ -67,7 +69,15 @@ class _Session:
     proven: bool = False
     not_before: float = 0.0
     queue: deque[tuple[int, Piece]] = field(default_factory=deque)
+    queued_bytes: int = 0
     in_flight: int = 0
+
+    @property
+    def longest(self) -> int:
+        """The most bytes that the next write takes."""
+        if not self.proven:
+            return CHUNK_BYTES
+        return min(LONGEST_BYTES, max(CHUNK_BYTES, self.queued_bytes // LANES))
 
     @property
     def is_idle(self) -> bool:
@@ -93,10 +103,11 @@ class Lanes:
     def add(self, session: str, job: int, pieces: Iterable[Piece]) -> list[JobUpdate]:
         """Queue a job's pieces; job numbers are the caller's and not used twice."""
         peer = self._session(session)
-        chunks = [chunk for piece in pieces for chunk in _cut(piece)]
-        peer.queue.extend((job, chunk) for chunk in chunks)
+        entries = [(job, piece) for piece in pieces if piece.nbytes]
+        peer.queue.extend(entries)
+        peer.queued_bytes += sum(piece.nbytes for _, piece in entries)
         self._waiting[session] = peer
-        self._jobs[job] = _Job(session, queued=len(chunks))
+        self._jobs[job] = _Job(session, queued=len(entries))
         return self._settle(job)
 
     def withdraw(self, job: int) -> list[JobUpdate]:
@@ -173,16 +184,23 @@ class Lanes:
             del self._sessions[name]
 
     def _next(self, name: str, peer: _Session) -> Submission:
+        longest = peer.longest
         job, piece = peer.queue.popleft()
         jobs = [job]
-        while peer.queue and _adjoins(piece, peer.queue[0][1]):
+        if piece.nbytes > longest:
+            piece, rest = _cut(piece, longest)
+            peer.queue.appendleft((job, rest))
+        else:
+            self._jobs[job].queued -= 1
+        while peer.queue and _adjoins(piece, peer.queue[0][1], longest):
             other, following = peer.queue.popleft()
             piece = Piece(piece.source, piece.destination, piece.nbytes + following.nbytes)
             jobs.append(other)
+            self._jobs[other].queued -= 1
         for number in jobs:
-            self._jobs[number].queued -= 1
             self._jobs[number].in_flight += 1
         peer.in_flight += 1
+        peer.queued_bytes -= piece.nbytes
         return Submission(name, piece, tuple(jobs))
 
     def _suspect(self, peer: _Session, now: float, jobs: Iterable[int] = ()) -> list[JobUpdate]:
@@ -198,6 +216,7 @@ class Lanes:
         if job.queued:
             peer = self._sessions[job.session]
             peer.queue = deque(entry for entry in peer.queue if entry[0] != number)
+            peer.queued_bytes = sum(piece.nbytes for _, piece in peer.queue)
             job.queued = 0
         if job.in_flight:
             return [JobUpdate(number, failed=True, settled=False)]
@@ -211,16 +230,14 @@ class Lanes:
         return [JobUpdate(number, failed=job.failed, settled=True)]
 
 
-def _cut(piece: Piece) -> list[Piece]:
-    return [
-        Piece(piece.source + at, piece.destination + at, min(CHUNK_BYTES, piece.nbytes - at))
-        for at in range(0, piece.nbytes, CHUNK_BYTES)
-    ]
+def _cut(piece: Piece, at: int) -> tuple[Piece, Piece]:
+    rest = Piece(piece.source + at, piece.destination + at, piece.nbytes - at)
+    return Piece(piece.source, piece.destination, at), rest
 
 
-def _adjoins(first: Piece, second: Piece) -> bool:
+def _adjoins(first: Piece, second: Piece, longest: int) -> bool:
     return (
-        first.nbytes + second.nbytes <= CHUNK_BYTES
+        first.nbytes + second.nbytes <= longest
         and first.source + first.nbytes == second.source
         and first.destination + first.nbytes == second.destination
     )

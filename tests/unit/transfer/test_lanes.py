@@ -7,6 +7,7 @@ import pytest
 from epdctl.worker.transfer.lanes import (
     CHUNK_BYTES,
     LANES,
+    LONGEST_BYTES,
     MAX_SESSIONS,
     RETRY_S,
     JobUpdate,
@@ -117,6 +118,40 @@ class TestLanes:
 
         assert [piece.nbytes for piece in pieces] == [CHUNK_BYTES, CHUNK_BYTES, CHUNK_BYTES, 7]
         assert [piece.source - 100 for piece in pieces] == [piece.destination - 5000 for piece in pieces]
+
+    def test_writes_grow_with_what_is_queued(self) -> None:
+        """Much that is queued goes in few long writes, each byte once, and the last ones share the lanes."""
+        lanes = opened("s")
+        lanes.add("s", 1, [Piece(100, 5000, 40 * CHUNK_BYTES)])
+        lengths = []
+        while due := lanes.due():
+            for submission in due:
+                assert submission.piece.source - 100 == sum(lengths) == submission.piece.destination - 5000
+                lengths.append(submission.piece.nbytes)
+                lanes.ended(submission, True, 0)
+
+        assert lengths[0] == LONGEST_BYTES
+        assert sum(lengths) == 40 * CHUNK_BYTES
+        assert all(length <= LONGEST_BYTES for length in lengths)
+        assert lengths[-2] == CHUNK_BYTES
+
+    def test_the_first_write_to_a_session_is_short(self) -> None:
+        """What a session does with its first write is not known yet, so not much goes into it."""
+        lanes = Lanes()
+        lanes.add("s", 1, [Piece(0, 0, 64 * CHUNK_BYTES)])
+        lanes.probes_due(0)
+        lanes.probed("s", True, 0)
+
+        assert [submission.piece.nbytes for submission in lanes.due()] == [CHUNK_BYTES]
+
+    def test_what_was_withdrawn_counts_no_more(self) -> None:
+        """A job that is given up does not lengthen the writes of the others."""
+        lanes = opened("s")
+        lanes.add("s", 1, [Piece(0, 0, 64 * CHUNK_BYTES)])
+        lanes.withdraw(1)
+        lanes.add("s", 2, [Piece(0, 0, 2 * CHUNK_BYTES)])
+
+        assert [submission.piece.nbytes for submission in lanes.due()] == [CHUNK_BYTES, CHUNK_BYTES]
 
     def test_neighbours_are_merged(self) -> None:
         """Items that adjoin at both ends go as one write, and each of them learns how it ended."""
