@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from epdctl.errors import (
     ConsumerFull,
@@ -51,22 +52,32 @@ class Delivery:
         self._on_finish, self._on_over = on_finish, on_over
         self._loop = asyncio.get_running_loop()
         self._started_at = self._loop.time()
-        self._result: asyncio.Future[PushResult | EpdError] = self._loop.create_future()
+        self._result: PushResult | EpdError | None = None
+        self._waiter: asyncio.Future[None] | None = None
         self._ranks: list[RankPush] = []
         self._finished: dict[RankPush, Finish] = {}
         self._open = 0
         self._unfreed = 0
         self._source: PushSource | None = None
-        self._discovery = self._loop.create_task(self._discover())
+        self._discovery: asyncio.Task[None] | None = None
+        known = consumer.known_ranks()
+        if known is None:
+            self._discovery = self._loop.create_task(self._discover())
+        else:
+            self._start(known)
 
     async def push(self, source: PushSource) -> PushResult:
         """Deliver the bytes; see `ports.Delivery.push`."""
         self._give(source)
-        try:
-            result = await asyncio.shield(self._result)
-        except asyncio.CancelledError:
-            self.abort()
-            raise
+        if self._result is None:
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            except asyncio.CancelledError:
+                self.abort()
+                raise
+        result = self._result
+        assert result is not None, "whoever waits is woken with a result"
         if isinstance(result, EpdError):
             raise result
         return result
@@ -77,18 +88,21 @@ class Delivery:
         for rank in self._ranks:
             rank.abort()
 
-    def tasks(self) -> set[asyncio.Task[None]]:
+    def tasks(self) -> set[asyncio.Future[Any]]:
         """Return the exchanges that are under way."""
         tasks = {task for rank in self._ranks for task in rank.tasks}
-        return tasks if self._discovery.done() else tasks | {self._discovery}
+        if self._discovery is not None and not self._discovery.done():
+            tasks.add(self._discovery)
+        return tasks
 
     async def stop(self) -> None:
         """Drop everything under way, for a sender that closes."""
         self._conclude(ShuttingDown("this worker is shutting down"))
-        self._discovery.cancel()
         for rank in self._ranks:
             rank.stop()
-        await asyncio.gather(self._discovery, return_exceptions=True)
+        if self._discovery is not None:
+            self._discovery.cancel()
+            await asyncio.gather(self._discovery, return_exceptions=True)
         if not self._ranks and self._source is not None:
             self._free()
 
@@ -98,9 +112,15 @@ class Delivery:
         except EpdError as error:
             self._fail_undiscovered(error)
             return
-        if self._result.done():
+        if self._result is not None:
             self._fail_undiscovered(TransferFailed("the transfer was given up"))
             return
+        self._start(links)
+        if self._source is not None:
+            for rank in self._ranks:
+                rank.give_source(self._source)
+
+    def _start(self, links: list[RankLink]) -> None:
         self._ranks = [
             RankPush(
                 self._around,
@@ -116,16 +136,13 @@ class Delivery:
         self._open = self._unfreed = len(self._ranks)
         for rank in self._ranks:
             rank.start()
-        if self._source is not None:
-            for rank in self._ranks:
-                rank.give_source(self._source)
 
     def _give(self, source: PushSource) -> None:
         self._source = source
         if self._ranks:
             for rank in self._ranks:
                 rank.give_source(source)
-        elif self._discovery.done():
+        elif self._discovery is None or self._discovery.done():
             self._free()
 
     async def _find_ranks(self) -> list[RankLink]:
@@ -138,7 +155,7 @@ class Delivery:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _fail_undiscovered(self, error: EpdError) -> None:
-        given_up = self._result.done()
+        given_up = self._result is not None
         outcome = TransferOutcome.CANCELLED if given_up else TransferOutcome.FAILED
         seconds = self._loop.time() - self._started_at
         self._around.observe(TransferRecord(side=Side.PRODUCER, outcome=outcome, nbytes=0, seconds=seconds))
@@ -181,9 +198,12 @@ class Delivery:
             self._on_over(self)
 
     def _conclude(self, result: PushResult | EpdError) -> None:
-        if not self._result.done():
-            self._result.set_result(result)
-            self._on_finish()
+        if self._result is not None:
+            return
+        self._result = result
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        self._on_finish()
 
 
 def _error(finish: Finish) -> EpdError:

@@ -1,8 +1,8 @@
 """The control side of the consumers that a producer knows: who answers where, asked in batches.
 
-Rules of this file: what is asked for in one turn of the event loop travels as one message. The ranks of a
-consumer are asked for once per incarnation of it: again after an exchange was lost or its Mooncake session
-changed. Nothing is retried here.
+Rules of this file: what is asked for in one turn of the event loop, and while the message before it is under
+way, travels together. The ranks of a consumer are asked for once per incarnation of it: again after an
+exchange was lost or its Mooncake session changed. Nothing is retried here.
 """
 
 from __future__ import annotations
@@ -18,40 +18,69 @@ from epdctl.ec.protocol import CompleteItem, CompleteResult, Refusal, Reservatio
 from epdctl.errors import EpdError
 from epdctl.worker.transfer.push_steps import Cancel
 
-MAX_BATCH = 64
+FIRST_BATCH, MAX_BATCH = 8, 64
+MAX_WAIT_S = 0.02
 
 I = TypeVar("I")  # noqa: E741 - an item that is asked for
 A = TypeVar("A")
 
 
 class Batched(Generic[I, A]):
-    """Gathers what is asked for in one turn of the loop and asks for it together."""
+    """Gathers what is asked for while a message is under way, and asks for it together in the next one.
+
+    The first message of a burst is small, so that its items get going while the rest is asked for. What has
+    waited for `MAX_WAIT_S` is asked for whatever is under way: an answer that does not come delays nobody.
+    """
 
     def __init__(self, ask_many: Callable[[Sequence[I]], Awaitable[Sequence[A]]]) -> None:
         self._ask_many = ask_many
         self._queue: list[tuple[I, asyncio.Future[A]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def ask(self, item: I) -> A:
-        """Return the answer for `item`, or raise what its batch failed with."""
+    def ask(self, item: I) -> asyncio.Future[A]:
+        """Return the future answer for `item`; it fails with what its batch failed with."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[A] = loop.create_future()
         if not self._queue:
             loop.call_soon(self._flush)
         self._queue.append((item, answer))
-        return await answer
+        return answer
 
     def close(self) -> None:
         """Drop what is under way."""
+        self._stop_timer()
         for task in self._tasks:
             task.cancel()
 
     def _flush(self) -> None:
-        queue, self._queue = self._queue, []
-        for at in range(0, len(queue), MAX_BATCH):
-            task = asyncio.create_task(self._send(queue[at : at + MAX_BATCH]))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        if self._queue and not self._tasks:
+            self._send_next(FIRST_BATCH)
+        if self._queue and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(MAX_WAIT_S, self._flush_all)
+
+    def _flush_all(self) -> None:
+        self._timer = None
+        while self._queue:
+            self._send_next(MAX_BATCH)
+
+    def _send_next(self, size: int) -> None:
+        batch, self._queue = self._queue[:size], self._queue[size:]
+        if not self._queue:
+            self._stop_timer()
+        task = asyncio.create_task(self._send(batch))
+        self._tasks.add(task)
+        task.add_done_callback(self._sent)
+
+    def _sent(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._queue and not self._tasks:
+            self._send_next(MAX_BATCH)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     async def _send(self, batch: list[tuple[I, asyncio.Future[A]]]) -> None:
         try:
@@ -72,17 +101,17 @@ class RankLink:
     def __init__(self, client: ControlClient) -> None:
         self._client = client
         self._reserve = Batched(self._reserve_many)
-        self._complete = Batched(client.complete_batch)
+        self._complete = Batched(self._complete_many)
         self.session: str | None = None
         self.heard_at = float("-inf")
 
-    async def reserve(self, item: ReserveItem) -> Reservation | Refusal:
+    def reserve(self, item: ReserveItem) -> asyncio.Future[Reservation | Refusal]:
         """Ask for the space of one item."""
-        return self._heard(await self._reserve.ask(item))
+        return self._reserve.ask(item)
 
-    async def complete(self, item: CompleteItem) -> CompleteResult:
+    def complete(self, item: CompleteItem) -> asyncio.Future[CompleteResult]:
         """Publish one finished write."""
-        return self._heard(await self._complete.ask(item))
+        return self._complete.ask(item)
 
     async def cancel(self, cancel: Cancel) -> bool:
         """Give one reservation up."""
@@ -113,8 +142,11 @@ class RankLink:
     async def _reserve_many(self, items: Sequence[ReserveItem]) -> Sequence[Reservation | Refusal]:
         # vLLM's producer sends the single form for one item; so do we.
         if len(items) == 1:
-            return [await self._client.reserve(items[0])]
-        return await self._client.reserve_batch(items)
+            return self._heard([await self._client.reserve(items[0])])
+        return self._heard(await self._client.reserve_batch(items))
+
+    async def _complete_many(self, items: Sequence[CompleteItem]) -> Sequence[CompleteResult]:
+        return self._heard(await self._client.complete_batch(items))
 
     def _heard(self, answer: A) -> A:
         self.heard_at = asyncio.get_running_loop().time()
@@ -135,15 +167,20 @@ class ConsumerLink:
 
     async def ranks(self) -> list[RankLink]:
         """Return the links to all ranks; raise ConsumerUnavailable or UpstreamProtocol."""
-        if self._ports is None:
-            if self._asking is None:
-                self._asking = asyncio.create_task(self._ask())
-                self._asking.add_done_callback(_retrieve)
-            # All pushes that come meanwhile share the one question; none of them may cancel it.
-            asking = self._asking
-            await asyncio.wait({asking})
-            return [self._rank(port) for port in asking.result()]
-        return [self._rank(port) for port in self._ports]
+        known = self.known_ranks()
+        if known is not None:
+            return known
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask())
+            self._asking.add_done_callback(_retrieve)
+        # All pushes that come meanwhile share the one question; none of them may cancel it.
+        asking = self._asking
+        await asyncio.wait({asking})
+        return [self._rank(port) for port in asking.result()]
+
+    def known_ranks(self) -> list[RankLink] | None:
+        """Return the links to all ranks, or None when the consumer has to be asked first."""
+        return None if self._ports is None else [self._rank(port) for port in self._ports]
 
     def saw_session(self, rank: RankLink, session: str) -> None:
         """Note a rank's Mooncake session; another one than before is another process."""

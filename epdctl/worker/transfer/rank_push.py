@@ -7,9 +7,10 @@ and ended here. Nothing is written to a consumer that was not heard of lately.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import structlog
 
@@ -98,7 +99,8 @@ class RankPush:
         self._source: PushSource | None = None
         self._write: EngineWrite | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.tasks: set[asyncio.Task[None]] = set()
+        self._timer_at = 0.0
+        self.tasks: set[asyncio.Future[Any]] = set()
         self._started_at = self._loop.time()
         self._over = False
         self._stopped = False
@@ -144,10 +146,16 @@ class RankPush:
                     self._finish(action)
                 case _ if self._stopped:
                     continue
-                case Reserve() | Complete() | Poll() | Cancel():
-                    self._spawn(self._exchange(action))
+                case Reserve():
+                    self._ask(action, self._rank.reserve(self._to_reserve(action)))
+                case Complete():
+                    self._ask(action, self._rank.complete(self._to_complete(action)))
+                case Poll():
+                    self._ask(action, self._loop.create_task(self._rank.status(action.transfer_id)))
+                case Cancel():
+                    self._ask(action, self._loop.create_task(self._rank.cancel(action)))
                 case Write():
-                    self._spawn(self._start_write(action))
+                    self._start_write(action)
                 case Withdraw():
                     if self._write is not None:
                         self._around.engine.withdraw(self._write)
@@ -156,20 +164,25 @@ class RankPush:
             self._over = True
             self._on_over()
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = self._loop.create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+    def _track(self, work: asyncio.Future[Any]) -> None:
+        self.tasks.add(work)
+        work.add_done_callback(self.tasks.discard)
 
     def _set_timer(self) -> None:
+        due = None if self._stopped else self._push.due_at
         if self._timer is not None:
+            # One that fires too early is set again then: cheaper than a new one for each step.
+            if due is not None and self._timer_at <= due:
+                return
             self._timer.cancel()
             self._timer = None
-        if self._push.due_at is not None and not self._stopped:
-            self._timer = self._loop.call_at(self._push.due_at, self._tick)
+        if due is not None:
+            self._timer_at = due
+            self._timer = self._loop.call_at(due, self._tick)
 
     def _tick(self) -> None:
         # The loop may call a little early: the push does nothing then, and the timer is set again.
+        self._timer = None
         self._do(self._push.tick(self._loop.time()))
 
     def _finish(self, finish: Finish) -> None:
@@ -182,65 +195,71 @@ class RankPush:
         self._around.observe(record)
         self._on_finish(self, finish)
 
-    async def _exchange(self, asked: Exchange) -> None:
-        try:
-            answer = await self._ask(asked)
-        except (ConsumerUnavailable, UpstreamProtocol) as error:
+    def _ask(self, asked: Exchange, answer: asyncio.Future[Any]) -> None:
+        # No task each: a push has two exchanges, and a task costs more than all that is decided in it.
+        self._track(answer)
+        answer.add_done_callback(partial(self._answered, asked))
+
+    def _answered(self, asked: Exchange, future: asyncio.Future[Any]) -> None:
+        if future.cancelled():
+            return
+        error = future.exception()
+        now = self._loop.time()
+        if error is None:
+            answer: Answer = future.result()
+            if isinstance(answer, Reservation) and answer.dst_session:
+                self._consumer.saw_session(self._rank, answer.dst_session)
+            self._do(self._push.answered(asked, answer, now))
+        elif isinstance(error, ConsumerUnavailable | UpstreamProtocol):
             self._consumer.forget_ranks()
             op = type(asked).__name__.lower()
             self._log.info("ec_exchange_lost", op=op, transfer_id=self.transfer_id, error=error.message)
-            self._do(self._push.lost(asked, self._loop.time()))
-            return
-        if isinstance(answer, Reservation) and answer.dst_session:
-            self._consumer.saw_session(self._rank, answer.dst_session)
-        self._do(self._push.answered(asked, answer, self._loop.time()))
+            self._do(self._push.lost(asked, now))
+        else:
+            raise error
 
-    async def _ask(self, asked: Exchange) -> Answer:
+    def _to_reserve(self, asked: Reserve) -> ReserveItem:
         item = self._item
-        match asked:
-            case Reserve(transfer_id):
-                return await self._rank.reserve(
-                    ReserveItem(
-                        transfer_id=transfer_id,
-                        mm_hash=item.mm_hash,
-                        nbytes=item.nbytes,
-                        shape=item.shape,
-                        dtype=item.dtype,
-                    )
-                )
-            case Complete(transfer_id, reservation_id):
-                digest = None if self._source is None else self._source.digest
-                return await self._rank.complete(
-                    CompleteItem(transfer_id=transfer_id, reservation_id=reservation_id, digest=digest)
-                )
-            case Poll(transfer_id):
-                return await self._rank.status(transfer_id)
-            case Cancel():
-                return await self._rank.cancel(asked)
+        return ReserveItem(
+            transfer_id=asked.transfer_id,
+            mm_hash=item.mm_hash,
+            nbytes=item.nbytes,
+            shape=item.shape,
+            dtype=item.dtype,
+        )
 
-    async def _start_write(self, wanted: Write) -> None:
-        reachable = await self._is_reachable()
-        # The push may have been given up while we asked: then not a byte must go out.
-        if not reachable or self._source is None or self._push.phase is not Phase.WRITING:
-            self._not_written()
-            return
-        piece = Piece(self._source.address, wanted.destination, self._item.nbytes)
-        try:
-            self._write = self._around.engine.submit(wanted.session, [piece])
-        except TransferSetupFailed:
-            self._not_written()
-            return
-        self._write.outcome.add_done_callback(self._written)
-        self._write.settled.add_done_callback(self._settled)
+    def _to_complete(self, asked: Complete) -> CompleteItem:
+        digest = None if self._source is None else self._source.digest
+        return CompleteItem(transfer_id=asked.transfer_id, reservation_id=asked.reservation_id, digest=digest)
 
-    async def _is_reachable(self) -> bool:
-        if self._loop.time() - self._rank.heard_at <= FRESH_S:
-            return True
+    def _start_write(self, wanted: Write) -> None:
+        if self._loop.time() - self._rank.heard_at > FRESH_S:
+            self._track(self._loop.create_task(self._greet_and_write(wanted)))
+        elif not self._submit(wanted):
+            self._loop.call_soon(self._not_written)
+
+    async def _greet_and_write(self, wanted: Write) -> None:
         try:
             await self._rank.greet()
         except (ConsumerUnavailable, UpstreamProtocol):
             self._consumer.forget_ranks()
+            self._not_written()
+            return
+        # The push may have been given up while we asked: then not a byte must go out.
+        if self._push.phase is not Phase.WRITING or not self._submit(wanted):
+            self._not_written()
+
+    def _submit(self, wanted: Write) -> bool:
+        """Hand the write to the engine; false when there is none, or nothing to write."""
+        if self._source is None:
             return False
+        piece = Piece(self._source.address, wanted.destination, self._item.nbytes)
+        try:
+            self._write = self._around.engine.submit(wanted.session, [piece])
+        except TransferSetupFailed:
+            return False
+        self._write.outcome.add_done_callback(self._written)
+        self._write.settled.add_done_callback(self._settled)
         return True
 
     def _not_written(self) -> None:

@@ -1,0 +1,1 @@
+"""What the producer's end moves, beside Mooncake alone."""

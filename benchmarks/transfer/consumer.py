@@ -1,0 +1,78 @@
+"""A consumer process: the product's receiver over real Mooncake, told by JSON lines what will come.
+
+    python -m benchmarks.transfer.consumer '{"nbytes": 67108864, "verify": true}'
+
+It prints its control address, Mooncake session and the address of its arena, as one JSON line. For each line
+`{"prefix": "r1-", "items": 16, "nbytes": 1048576}` on standard input it takes and releases the items
+`r1-0` … `r1-15`, as a language engine would, and prints `{"taken": 16}` when it has had them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+from benchmarks.transfer.items import HOST, shape_of
+from epdctl.domain import MmHash, TransferId
+from epdctl.worker.transfer.environment import mooncake_environment
+from epdctl.worker.transfer.memory import HostMemory
+from epdctl.worker.transfer.mooncake import TransferEngine
+from epdctl.worker.transfer.ports import TensorSpec
+from epdctl.worker.transfer.receiver import Receiver, ReceiverSettings
+from epdctl.worker.transfer.service import Verification
+
+TAKE_S = 60.0
+
+
+def _say(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+async def _take(receiver: Receiver, prefix: str, number: int, nbytes: int) -> None:
+    received = await receiver.take(
+        transfer_id=TransferId(f"{prefix}{number}"),
+        mm_hash=MmHash(f"hash-{prefix}{number}"),
+        expect=TensorSpec(shape_of(nbytes), "bfloat16"),
+        deadline_s=TAKE_S,
+    )
+    received.release()
+
+
+async def _obey(receiver: Receiver) -> None:
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        wanted = json.loads(line)
+        items, nbytes = int(wanted["items"]), int(wanted["nbytes"])
+        takes = [_take(receiver, wanted["prefix"], number, nbytes) for number in range(items)]
+        _say({"waiting": items})
+        await asyncio.gather(*takes)
+        _say({"taken": items})
+
+
+async def serve(nbytes: int, verify: bool) -> None:
+    """Receive until standard input ends."""
+    memory = HostMemory(nbytes)
+    engine = TransferEngine(host=HOST)
+    engine.register(memory.address, memory.nbytes)
+    settings = ReceiverSettings(host=HOST, port=0, verification=Verification(enabled=verify))
+    receiver = Receiver(settings, memory=memory, session=engine.session, observe=lambda record: None)
+    receiver.start()
+    _say({"control": receiver.consumer_zmq, "session": engine.session, "address": memory.address})
+    await _obey(receiver)
+    await receiver.close()
+    await engine.close()
+
+
+def main() -> None:
+    """Read the settings, prepare the environment, and serve."""
+    settings = json.loads(sys.argv[1])
+    os.environ.update(mooncake_environment(os.environ, protocol="tcp"))
+    asyncio.run(serve(settings["nbytes"], settings["verify"]))
+
+
+if __name__ == "__main__":
+    main()
