@@ -112,8 +112,8 @@ class WorkerSettings(CommandSettings):
 class EncodeSettings(WorkerSettings):
     """Run an encode worker: the vision tower of a model, without its language model.
 
-    Pictures come in as OpenAI chat requests, embeddings go to EC consumers over Mooncake, as from a vLLM
-    encoder (ECMooncakeConnector).
+    Pictures and videos come in as OpenAI chat requests, embeddings go to EC consumers over Mooncake, as from
+    a vLLM encoder (ECMooncakeConnector).
 
     examples:
       epdctl worker encode --model Qwen/Qwen2.5-VL-3B-Instruct --port 8001
@@ -137,19 +137,26 @@ class EncodeSettings(WorkerSettings):
         description="Embedding cache of each engine: the memory that Mooncake reads from.",
     )
     max_batch_tokens: int = Field(8192, ge=1, description="Most embedding rows in one forward.")
-    max_batch_items: int = Field(16, ge=1, description="Most images in one forward.")
-    max_item_tokens: int = Field(16384, ge=1, description="Most embedding rows of one image.")
-    max_items: int = Field(64, ge=1, description="Most images in one request.")
-    queue_items: int = Field(512, ge=1, description="Most images accepted at a time; beyond it 429.")
+    max_batch_items: int = Field(16, ge=1, description="Most items in one forward.")
+    max_item_tokens: int = Field(16384, ge=1, description="Most embedding rows of one item.")
+    max_items: int = Field(64, ge=1, description="Most items in one request.")
+    queue_items: int = Field(512, ge=1, description="Most items accepted at a time; beyond it 429.")
     transfer_timeout: float = Field(8.0, gt=0, description="Seconds until a push that makes no end fails.")
-    media_threads: int = Field(2, ge=1, description="Threads that decode and resize images.")
-    media_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one image.")
-    media_redirects: int = Field(3, ge=0, description="Redirects to follow for one image.")
-    max_media_bytes: int = Field(64 * MIB, ge=1, description="Largest image file.")
-    max_image_pixels: int = Field(89_478_485, ge=1, description="Most pixels of an image, width x height.")
+    media_threads: int = Field(2, ge=1, description="Threads that decode and resize media.")
+    media_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one item.")
+    media_redirects: int = Field(3, ge=0, description="Redirects to follow for one item.")
+    max_media_bytes: int = Field(64 * MIB, ge=1, description="Largest media file.")
+    max_image_pixels: int = Field(
+        89_478_485, ge=1, description="Most pixels of an image or of a video's frame, width x height."
+    )
+    max_video_frames: int = Field(768, ge=1, description="Most frames that are taken of one video.")
+    max_video_pixels: int = Field(
+        256 * MIB, ge=1, description="Most pixels of the frames taken of one video, together (3 bytes each)."
+    )
+    video_timeout: float = Field(30.0, gt=0, description="Seconds to decode one video.")
     allowed_media_domains: CommaList = Field(
         (),
-        description="Comma-separated hosts that images may be fetched from, which may then be private ones. "
+        description="Comma-separated hosts that media may be fetched from, which may then be private ones. "
         "Default: any host with public addresses only.",
     )
     allowed_local_media_path: Path | None = Field(

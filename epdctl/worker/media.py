@@ -41,7 +41,7 @@ Lookup = Callable[[str, int], Awaitable[Sequence[str]]]
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK_BYTES = 256 * 1024
-_HEADERS = {"User-Agent": "epdctl", "Accept": "image/*,*/*;q=0.5", "Accept-Encoding": "identity"}
+_HEADERS = {"User-Agent": "epdctl", "Accept": "image/*,video/*,*/*;q=0.5", "Accept-Encoding": "identity"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

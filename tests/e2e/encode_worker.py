@@ -235,13 +235,23 @@ class Truth:
         seen = self._processor(
             images=[Image.open(io.BytesIO(data)).convert("RGB")], return_tensors="pt", **options
         )
-        out = self._network.model.get_image_features(seen["pixel_values"], seen["image_grid_thw"])
-        levels = [torch.cat(list(out.pooler_output))]
-        levels += [
-            torch.cat(list(level)) if isinstance(level, (tuple, list)) else level
-            for level in (getattr(out, "deepstack_features", None) or ())
-        ]
-        return torch.cat(levels, dim=1)
+        return _side_by_side(
+            self._network.model.get_image_features(seen["pixel_values"], seen["image_grid_thw"])
+        )
+
+    @torch.no_grad()
+    def video_rows(self, patches: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
+        """Return the rows of a video's patches `[t*h*w, elements]`."""
+        return _side_by_side(self._network.model.get_video_features(patches, torch.tensor([list(grid)])))
+
+
+def _side_by_side(out: Any) -> torch.Tensor:
+    levels = [torch.cat(list(out.pooler_output))]
+    levels += [
+        torch.cat(list(level)) if isinstance(level, (tuple, list)) else level
+        for level in (getattr(out, "deepstack_features", None) or ())
+    ]
+    return torch.cat(levels, dim=1)
 
 
 def new_id() -> str:

@@ -10,7 +10,13 @@ import aiohttp
 import pytest
 import torch
 
+from epdctl.domain import Modality
 from epdctl.ec.client import ControlClient
+from epdctl.worker.encode.identifier import item_identifier
+from epdctl.worker.encode.layout import Prepared
+from epdctl.worker.encode.options import VideoOptions
+from epdctl.worker.encode.video import VideoLimits
+from epdctl.worker.encode.video_processor import VideoProcessor, read_video_config
 from tests.e2e.encode_worker import (
     MODELS,
     Consumer,
@@ -24,6 +30,7 @@ from tests.e2e.encode_worker import (
     start_worker,
 )
 from tests.stubs.process import wait_until
+from tests.stubs.videos import clip, video_part
 
 pytestmark = [pytest.mark.e2e, pytest.mark.worker]
 
@@ -342,3 +349,62 @@ async def test_nothing_is_left_when_all_is_done(worker: EncodeWorker) -> None:
 def test_logs_hold_no_media(started: EncodeWorker) -> None:
     """No media and no data URL ever reach the log."""
     assert "base64" not in Path(started.process.stderr_path).read_text()
+
+
+def prepared_video(family: str, data: bytes) -> Prepared:
+    """Return the patches of a video, as the unit tests compare them with transformers'."""
+    config = read_video_config(MODELS / family)
+    assert config is not None
+    limits = VideoLimits(max_frame_pixels=10**6, max_frames=64, max_pixels=10**7, timeout_s=30.0)
+    return VideoProcessor(config, limits, 10_000).prepare(data, VideoOptions())
+
+
+async def test_video_and_picture_of_one_request(
+    worker: EncodeWorker, consumer: Consumer, truth: Truth, family: str
+) -> None:
+    """A video's rows are those of the whole model, and it is told of as vLLM tells of it; a picture beside it
+    keeps its own."""
+    ids, data = [new_id(), new_id()], clip(first=3)
+
+    reply = await worker.encode(
+        video_part(data, "clip"), part(RED, "still"), consumer=consumer.address, transfer_ids=ids
+    )
+
+    prepared = prepared_video(family, data)
+    layout = prepared.layout
+    assert reply.items["clip"] == {
+        "modality": "video",
+        "item_indices": [0],
+        "metadata": layout.metadata,
+        "transfer_id": ids[0],
+    }
+    assert reply.items["still"]["modality"] == "image"
+    expected = truth.video_rows(torch.from_numpy(prepared.pixels), layout.geometry)
+    assert torch.equal(await consumer.rows(ids[0], "clip", tuple(expected.shape)), expected)
+    picture_rows = truth.rows(RED)
+    assert torch.equal(await consumer.rows(ids[1], "still", tuple(picture_rows.shape)), picture_rows)
+
+
+async def test_media_options_name_and_change_a_video(worker: EncodeWorker) -> None:
+    """With media options a video is called what a vLLM consumer calls it, and other frames are taken."""
+    media = {"video": {"num_frames": 2, "video_backend": "opencv"}}
+
+    reply = await worker.encode(video_part(clip(first=5), "clip"), media_io_kwargs=media)
+
+    ((name, entry),) = reply.items.items()
+    model = str(MODELS / ("qwen3_vl" if "timestamps" in entry["metadata"] else "qwen2_5_vl"))
+    assert name == item_identifier(
+        model=model, modality=Modality.VIDEO, uuid="clip", processor_options={}, media_options=media
+    )
+    assert entry["metadata"]["video_grid_thw"][0] == 1
+
+
+async def test_broken_video_costs_its_request_only(worker: EncodeWorker) -> None:
+    """Eight good videos and a truncated one together: eight answers, and one 400 that names the part."""
+    good = [worker.encode(video_part(clip(first=10 + n))) for n in range(8)]
+
+    *answers, broken = await asyncio.gather(*good, worker.encode(part(RED), video_part(clip()[:900])))
+
+    assert [answer.status for answer in answers] == [200] * 8
+    assert (broken.status, broken.code) == (400, "media_unavailable")
+    assert broken.body["error"]["param"] == "messages[0].content[1]"

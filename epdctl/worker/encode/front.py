@@ -1,7 +1,7 @@
-"""The front of an encode worker: takes a request apart, prepares its pictures, asks the engine, answers.
+"""The front of an encode worker: takes a request apart, prepares its items, asks the engine, answers.
 
 Rules of this file: order of steps. Fetching, decoding and resizing run on threads, never on the event loop;
-a picture is decoded only when the engine asks for its pixels, so a cached one is not decoded at all. What is
+an item is decoded only when the engine asks for its pixels, so a cached one is not decoded at all. What is
 accepted is bounded: beyond `queue_items` a request is answered 429.
 """
 
@@ -18,13 +18,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from epdctl.domain import Modality
 from epdctl.errors import EngineUnavailable, EpdError, InvalidRequest, Overloaded
 from epdctl.metrics import WorkerMetrics
 from epdctl.worker.encode.engines import EncodeEngines
 from epdctl.worker.encode.identifier import item_identifier
 from epdctl.worker.encode.keys import cache_key, content_digest, identity_of, transfer_id_of
+from epdctl.worker.encode.layout import Prepared
 from epdctl.worker.encode.messages import Ask, Done, Pixels
-from epdctl.worker.encode.options import ItemOptions
+from epdctl.worker.encode.options import ItemOptions, PrepareLimits, VideoOptions
 from epdctl.worker.encode.reply import EncodedItem
 from epdctl.worker.encode.request import EncodeRequest, MediaPart, parse_encode_request
 from epdctl.worker.media import MediaFetcher, MediaLimits
@@ -35,13 +37,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontLimits:
-    """Bounds of the front: items of a request, items accepted in all, pixels and rows of one item."""
+    """Bounds of the front: items of a request, items accepted in all, what one item may be."""
 
     max_items: int
     queue_items: int
-    max_image_pixels: int
-    max_item_tokens: int
     media_threads: int
+    prepare: PrepareLimits
 
 
 class EncodeFront:
@@ -91,7 +92,7 @@ class EncodeFront:
         return None if self._preparer is not None else "the image processor is loading"
 
     async def encode(self, body: Mapping[str, Any]) -> list[EncodedItem]:
-        """Encode and deliver every picture of a request body; raises the first failure, naming its part."""
+        """Encode and deliver every item of a request body; raises the first failure, naming its part."""
         request = parse_encode_request(body, model=self._model, max_items=self._limits.max_items)
         if self._preparer is None or self._fetcher is None:
             raise EngineUnavailable("the image processor is loading", retry_after_s=1)
@@ -99,7 +100,7 @@ class EncodeFront:
             contents = await together([self._fetch(part) for part in request.parts])
             asks = self._asks(request, [digest for _, digest in contents])
             works = [
-                self._encode_one(part, ask, content, request.options)
+                self._encode_one(part, ask, content, request.options[part.modality])
                 for part, ask, (content, _) in zip(request.parts, asks, contents, strict=True)
             ]
             return await together(works)
@@ -107,7 +108,7 @@ class EncodeFront:
     @contextmanager
     def _admitted(self, items: int) -> Iterator[None]:
         if items and self._items + items > self._limits.queue_items:
-            raise Overloaded("too many images wait for the encoder", retry_after_s=1)
+            raise Overloaded("too many items wait for the encoder", retry_after_s=1)
         self._items += items
         self._in_flight.inc(items)
         try:
@@ -129,9 +130,9 @@ class EncodeFront:
         is_named = request.consumer_zmq is not None or bool(request.named)
         asks: list[Ask] = []
         for part, digest in zip(request.parts, digests, strict=True):
-            options = request.options.canonical
-            key = cache_key(content=digest, modality=request.modality, options=options, identity=identity)
-            mm_hash = self._identifier(request, part.uuid) if part.uuid else key
+            options = request.options[part.modality].canonical
+            key = cache_key(content=digest, modality=part.modality, options=options, identity=identity)
+            mm_hash = self._identifier(request, part.modality, part.uuid) if part.uuid else key
             named = transfer_id_of(part.index, mm_hash, request.named, fallback)
             transfer_id = named if is_named else None
             asks.append(
@@ -140,26 +141,27 @@ class EncodeFront:
         _check_names(request.parts, asks)
         return asks
 
-    def _identifier(self, request: EncodeRequest, uuid: str) -> str:
+    def _identifier(self, request: EncodeRequest, modality: Modality, uuid: str) -> str:
         return item_identifier(
             model=self._model_id,
-            modality=request.modality,
+            modality=modality,
             uuid=uuid,
             processor_options=request.processor_options,
             media_options=request.media_options,
         )
 
     def _identity(self) -> str:
-        """Return the identity of all that turns a picture's bytes into rows; raises EngineUnavailable."""
+        """Return the identity of all that turns an item's bytes into rows; raises EngineUnavailable."""
         facts = self._engines.facts()
         return identity_of(self._preparer.identity, facts.model_type, facts.model_identity, facts.dtype)
 
     async def _encode_one(
-        self, part: MediaPart, ask: Ask, content: bytes, options: ItemOptions
+        self, part: MediaPart, ask: Ask, content: bytes, options: ItemOptions | VideoOptions
     ) -> EncodedItem:
         with naming(part.param):
-            done = await self._ask(ask, content, options)
+            done = await self._ask(ask, lambda: self._preparer.prepare(content, options))
         return EncodedItem(
+            modality=part.modality,
             index=part.index,
             mm_hash=ask.mm_hash,
             rows=done.rows,
@@ -167,14 +169,14 @@ class EncodeFront:
             transfer_id=done.transfer_id,
         )
 
-    async def _ask(self, ask: Ask, content: bytes, options: ItemOptions) -> Done:
+    async def _ask(self, ask: Ask, prepare: Callable[[], Prepared]) -> Done:
         async def attempt(call: EngineCall, is_retry: bool) -> Done:
             asked = await self._asked_again(ask) if is_retry else ask
             await call.send("encode", asked)
             while True:
                 received = await call.receive()
                 if received.kind == "send_pixels":
-                    await self._send_pixels(call, content, options)
+                    await self._send_pixels(call, prepare)
                 else:
                     call.end()
                     return received.parse(Done)
@@ -188,8 +190,8 @@ class EncodeFront:
         fresh = await self._reclaim(ask.consumer_zmq, ask.transfer_id)
         return msgspec.structs.replace(ask, transfer_id=fresh)
 
-    async def _send_pixels(self, call: EngineCall, content: bytes, options: ItemOptions) -> None:
-        prepared = await self._on(self._decoding, self._preparer.prepare, content, options)
+    async def _send_pixels(self, call: EngineCall, prepare: Callable[[], Prepared]) -> None:
+        prepared = await self._on(self._decoding, prepare)
         frame = memoryview(prepared.pixels).cast("B")
         await call.send("pixels", Pixels(layout=prepared.layout), (frame,))
 
@@ -201,15 +203,15 @@ def _load_preparer(folder: Path, limits: FrontLimits) -> Any:
     # transformers takes seconds to import, and the port must answer meanwhile.
     from epdctl.worker.encode.preparer import Preparer
 
-    return Preparer(folder, max_pixels=limits.max_image_pixels, max_rows=limits.max_item_tokens)
+    return Preparer(folder, limits.prepare)
 
 
 def _check_names(parts: Sequence[MediaPart], asks: Sequence[Ask]) -> None:
-    """Refuse one name for two pictures: a consumer could not tell their embeddings apart."""
+    """Refuse one name for two items: a consumer could not tell their embeddings apart."""
     key_of: dict[str, str] = {}
     for part, ask in zip(parts, asks, strict=True):
         if key_of.setdefault(ask.mm_hash, ask.key) != ask.key:
-            raise InvalidRequest("two different images have the same uuid", param=f"{part.param}.uuid")
+            raise InvalidRequest("two different items have the same uuid", param=f"{part.param}.uuid")
 
 
 @contextmanager

@@ -8,12 +8,16 @@ Rules of this file: plain values.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from epdctl.domain import Modality
+
+if TYPE_CHECKING:
+    import numpy
 
 FLOAT32_BYTES = 4
 PATCHES = "patches"
@@ -42,3 +46,11 @@ class ItemLayout(msgspec.Struct, frozen=True, kw_only=True):
     def pixel_nbytes(self) -> int:
         """Bytes of the float32 frame."""
         return prod(self.pixel_shape) * FLOAT32_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """An item for the tower: float32 values, contiguous, in the layout's shape."""
+
+    pixels: numpy.ndarray[Any, numpy.dtype[numpy.float32]]
+    layout: ItemLayout

@@ -25,6 +25,7 @@ from epdctl.worker.encode.checkpoint import find_checkpoint
 from epdctl.worker.encode.engines import EncodeEngines
 from epdctl.worker.encode.front import EncodeFront, FrontLimits
 from epdctl.worker.encode.messages import EncodeEngineSettings
+from epdctl.worker.encode.options import PrepareLimits
 from epdctl.worker.encode.reclaim import reclaim
 from epdctl.worker.engine import StartFailed
 from epdctl.worker.media import MediaLimits
@@ -146,9 +147,14 @@ def _front_limits(settings: EncodeSettings) -> FrontLimits:
     return FrontLimits(
         max_items=settings.max_items,
         queue_items=settings.queue_items,
-        max_image_pixels=settings.max_image_pixels,
-        max_item_tokens=settings.max_item_tokens,
         media_threads=settings.media_threads,
+        prepare=PrepareLimits(
+            max_pixels=settings.max_image_pixels,
+            max_rows=settings.max_item_tokens,
+            max_video_frames=settings.max_video_frames,
+            max_video_pixels=settings.max_video_pixels,
+            video_timeout_s=settings.video_timeout,
+        ),
     )
 
 

@@ -1,33 +1,41 @@
 """Processor and media options of a request: which ones are served, and within which bounds.
 
-    options = parse_options(body)
-    options.canonical            # what goes into the cache key
+    options = parse_options(body)               # of pictures
+    options = parse_video_options(body)
+    options.canonical                           # what goes into the cache key
 
 `mm_processor_kwargs` may hold `min_pixels`, `max_pixels` and `size` with `shortest_edge` and `longest_edge`
-(all pixel counts of the resized picture, as transformers' Qwen image processors understand them), at the
-top or under `images_kwargs`. `media_io_kwargs` may hold `image` with `image_mode` "RGB" and
-`rgba_background_color`. Options that name another modality do nothing to a picture and are passed over.
-Anything else is refused by name: an option that is silently ignored would give another embedding than the
-consumer expects.
+(all pixel counts after resizing, as transformers' Qwen processors understand them), at the top (pictures and
+videos), under `images_kwargs` or under `videos_kwargs`. `media_io_kwargs` may hold `image` with `image_mode`
+"RGB" and `rgba_background_color`, and `video` with `num_frames`, `fps`, `min_frames`, `max_frames` and the
+way of sampling, `video_backend`. Options that name another modality do nothing to an item and are passed
+over. Anything else is refused by name: an option that is silently ignored would give another embedding than
+the consumer expects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from epdctl.domain import Modality
 from epdctl.errors import InvalidRequest
+from epdctl.worker.encode.frames import Sampling
 
-_OTHER_KWARGS = frozenset({"videos_kwargs", "audio_kwargs"})
-_OTHER_MEDIA = frozenset({"video", "audio"})
+_SCOPES = {Modality.IMAGE: "images_kwargs", Modality.VIDEO: "videos_kwargs", Modality.AUDIO: "audio_kwargs"}
+_NO_SAMPLING = "do_sample_frames"
+"""An option of videos only; frames are chosen by `media_io_kwargs.video`, so it may only say false."""
+_MEDIA = frozenset(modality.value for modality in Modality)
+_COUNTS = frozenset({"num_frames", "min_frames", "max_frames"})
+_MAX_COUNT = 2**20
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 WHITE = (255, 255, 255)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemOptions:
-    """Options of one request's items; None leaves a bound to the checkpoint's processor."""
+    """Options of one request's pictures; None leaves a bound to the checkpoint's processor."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -41,15 +49,98 @@ class ItemOptions:
         return facts if self.background == WHITE else facts | {"background": list(self.background)}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoOptions:
+    """Options of one request's videos; None leaves a value to the checkpoint or to the way of sampling."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    sampling: Sampling | None = None
+    num_frames: int | None = None
+    fps: float | None = None
+    min_frames: int | None = None
+    max_frames: int | None = None
+
+    @property
+    def canonical(self) -> dict[str, Any]:
+        """The options that were given, as plain JSON values."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareLimits:
+    """Bounds of one item: pixels of a picture or frame, rows; of a video also frames, all pixels, seconds."""
+
+    max_pixels: int
+    max_rows: int
+    max_video_frames: int
+    max_video_pixels: int
+    video_timeout_s: float
+
+
 def parse_options(body: Mapping[str, Any]) -> ItemOptions:
-    """Return the options in a request body; raise InvalidRequest naming the one that is not served."""
-    processor = _mapping(body.get("mm_processor_kwargs"), "mm_processor_kwargs")
-    media = _mapping(body.get("media_io_kwargs"), "media_io_kwargs")
-    edges = _edges(processor)
+    """Return the options of pictures in a body; raise InvalidRequest naming the one that is not served."""
+    low, high = _bounds(body, Modality.IMAGE)
+    return ItemOptions(min_pixels=low, max_pixels=high, background=_background(_media(body, Modality.IMAGE)))
+
+
+def parse_video_options(body: Mapping[str, Any]) -> VideoOptions:
+    """Return the options of videos in a body; raise InvalidRequest naming the one that is not served."""
+    low, high = _bounds(body, Modality.VIDEO)
+    given: dict[str, Any] = {}
+    for name, value in _media(body, Modality.VIDEO).items():
+        param = f"media_io_kwargs.video.{name}"
+        if name in _COUNTS:
+            given[name] = _count(value, param)
+        elif name == "fps":
+            given[name] = _rate(value, param)
+        elif name == "video_backend":
+            given["sampling"] = _sampling(value, param)
+        elif (name, value) not in (("backend", "opencv"), ("frame_recovery", False)):
+            served = "num_frames, fps, min_frames, max_frames, video_backend"
+            raise InvalidRequest(f"option '{name}' is not served (served: {served})", param=param)
+    return VideoOptions(min_pixels=low, max_pixels=high, **given)
+
+
+def _bounds(body: Mapping[str, Any], modality: Modality) -> tuple[int | None, int | None]:
+    edges = _edges(_mapping(body.get("mm_processor_kwargs"), "mm_processor_kwargs"), modality)
     low, high = edges.get("shortest_edge"), edges.get("longest_edge")
     if low is not None and high is not None and low > high:
         raise InvalidRequest("min_pixels is larger than max_pixels", param="mm_processor_kwargs")
-    return ItemOptions(min_pixels=low, max_pixels=high, background=_background(media))
+    return low, high
+
+
+def _media(body: Mapping[str, Any], modality: Modality) -> Mapping[str, Any]:
+    media = _mapping(body.get("media_io_kwargs"), "media_io_kwargs")
+    for name in media:
+        if name not in _MEDIA:
+            text = f"'{name}' is not served (served: image, video)"
+            raise InvalidRequest(text, param=f"media_io_kwargs.{name}")
+    return _mapping(media.get(modality.value), f"media_io_kwargs.{modality}")
+
+
+def _count(value: Any, param: str) -> int | None:
+    """Return a number of frames; -1 stands for no bound, which num_frames 0 means to the sampling."""
+    if value == -1 and param.endswith("num_frames"):
+        return 0
+    if type(value) is not int or not 1 <= value <= _MAX_COUNT:
+        raise InvalidRequest("must be a number of frames, at least 1", param=param)
+    return value
+
+
+def _rate(value: Any, param: str) -> float | None:
+    if value == -1:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_COUNT:
+        raise InvalidRequest("must be a number of frames a second, above 0", param=param)
+    return float(value)
+
+
+def _sampling(value: Any, param: str) -> Sampling:
+    try:
+        return Sampling(value)
+    except ValueError as error:
+        raise InvalidRequest(f"must be one of {', '.join(Sampling)}", param=param) from error
 
 
 def _mapping(value: Any, param: str) -> Mapping[str, Any]:
@@ -60,7 +151,7 @@ def _mapping(value: Any, param: str) -> Mapping[str, Any]:
     return value
 
 
-def _edges(processor: Mapping[str, Any]) -> dict[str, int]:
+def _edges(processor: Mapping[str, Any], modality: Modality) -> dict[str, int]:
     edges: dict[str, int] = {}
     for name, value in processor.items():
         param = f"mm_processor_kwargs.{name}"
@@ -68,10 +159,12 @@ def _edges(processor: Mapping[str, Any]) -> dict[str, int]:
             edges[_EDGES[name]] = _pixels(value, param)
         elif name == "size":
             edges |= _size(_mapping(value, param))
-        elif name == "images_kwargs":
-            edges |= _edges(_mapping(value, param))
-        elif name not in _OTHER_KWARGS:
-            served = "min_pixels, max_pixels, size, images_kwargs"
+        elif name == _SCOPES[modality]:
+            edges |= _edges(_mapping(value, param), modality)
+        elif name == _NO_SAMPLING and (modality is Modality.IMAGE or value is False):
+            continue
+        elif name not in _SCOPES.values():
+            served = f"min_pixels, max_pixels, size, {_SCOPES[modality]}"
             raise InvalidRequest(f"option '{name}' is not served (served: {served})", param=param)
     return edges
 
@@ -90,11 +183,7 @@ def _pixels(value: Any, param: str) -> int:
     return value
 
 
-def _background(media: Mapping[str, Any]) -> tuple[int, int, int]:
-    for name in media:
-        if name != "image" and name not in _OTHER_MEDIA:
-            raise InvalidRequest(f"'{name}' is not served (served: image)", param=f"media_io_kwargs.{name}")
-    image = _mapping(media.get("image"), "media_io_kwargs.image")
+def _background(image: Mapping[str, Any]) -> tuple[int, int, int]:
     for name, value in image.items():
         param = f"media_io_kwargs.image.{name}"
         if name not in ("image_mode", "rgba_background_color"):

@@ -1,30 +1,71 @@
-"""From a picture's bytes to the tower's patches, in one call that runs on a thread.
+"""From an item's bytes to the tower's pixels, in one call that runs on a thread.
 
-Rules of this file: the two adapters in order, nothing else.
+Rules of this file: the adapters in order, nothing else. The video decoder is imported when the first video
+comes.
 """
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from epdctl.worker.encode.options import ItemOptions
+from epdctl.errors import UnsupportedMedia
+from epdctl.worker.encode.layout import Prepared
+from epdctl.worker.encode.options import ItemOptions, PrepareLimits, VideoOptions
 from epdctl.worker.encode.picture import decode_picture
-from epdctl.worker.encode.processor import ImageProcessor, Prepared
+from epdctl.worker.encode.processor import ImageProcessor
+
+if TYPE_CHECKING:
+    from epdctl.worker.encode.video_processor import VideoProcessor
 
 
 class Preparer:
-    """Decodes and cuts pictures for the checkpoint in `folder`; raises StartFailed when it cannot."""
+    """Decodes and cuts items for the checkpoint in `folder`; raises StartFailed when it cannot."""
 
-    def __init__(self, folder: Path, *, max_pixels: int, max_rows: int) -> None:
+    def __init__(self, folder: Path, limits: PrepareLimits) -> None:
         # Pillow's own limit would refuse what --max-image-pixels allows; ours is checked by decode_picture.
         Image.MAX_IMAGE_PIXELS = None
-        self._processor = ImageProcessor(folder, max_rows)
-        self._max_pixels = max_pixels
-        self.identity = self._processor.identity
+        self._folder = folder
+        self._limits = limits
+        self._images = ImageProcessor(folder, limits.max_rows)
+        self._videos: VideoProcessor | None = None
+        self._loading = threading.Lock()
+        self.identity = self._images.identity
 
-    def prepare(self, content: bytes, options: ItemOptions) -> Prepared:
-        """Return the patches of the picture in `content`; raises MediaUnavailable or UnsupportedMedia."""
-        picture = decode_picture(content, max_pixels=self._max_pixels, background=options.background)
-        return self._processor.prepare(picture, options)
+    def prepare(self, content: bytes, options: ItemOptions | VideoOptions) -> Prepared:
+        """Return the pixels of the picture or video in `content`, which of them the options' type tells.
+
+        Raises:
+            MediaUnavailable, UnsupportedMedia: what it holds cannot be encoded; the text says why.
+        """
+        if isinstance(options, VideoOptions):
+            return self._prepare_video(content, options)
+        picture = decode_picture(content, max_pixels=self._limits.max_pixels, background=options.background)
+        return self._images.prepare(picture, options)
+
+    def _prepare_video(self, content: bytes, options: VideoOptions) -> Prepared:
+        with self._loading:
+            if self._videos is None:
+                self._videos = self._load_videos()
+        return self._videos.prepare(content, options)
+
+    def _load_videos(self) -> VideoProcessor:
+        try:
+            from epdctl.worker.encode.video import VideoLimits
+            from epdctl.worker.encode.video_processor import VideoProcessor, read_video_config
+        except ImportError as error:
+            text = "this worker decodes no videos: the package opencv-python-headless is missing"
+            raise UnsupportedMedia(text) from error
+        config = read_video_config(self._folder)
+        if config is None:
+            raise UnsupportedMedia("this model takes no videos")
+        limits = VideoLimits(
+            max_frame_pixels=self._limits.max_pixels,
+            max_frames=self._limits.max_video_frames,
+            max_pixels=self._limits.max_video_pixels,
+            timeout_s=self._limits.video_timeout_s,
+        )
+        return VideoProcessor(config, limits, self._limits.max_rows)

@@ -6,9 +6,7 @@ processor's exceptions end here. Runs on threads; the processor object is only r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy
 import PIL
@@ -17,17 +15,9 @@ from PIL import Image
 
 from epdctl.errors import MediaUnavailable, UnsupportedMedia
 from epdctl.worker.encode.keys import identity_of
-from epdctl.worker.encode.layout import PATCHES, ItemLayout
+from epdctl.worker.encode.layout import PATCHES, ItemLayout, Prepared
 from epdctl.worker.encode.options import ItemOptions
 from epdctl.worker.engine import StartFailed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """An item for the tower: float32 values, contiguous, in the layout's shape."""
-
-    pixels: numpy.ndarray[Any, numpy.dtype[numpy.float32]]
-    layout: ItemLayout
 
 
 class ImageProcessor:

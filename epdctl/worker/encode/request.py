@@ -7,7 +7,7 @@ what would be encoded wrongly or silently dropped is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,37 +15,47 @@ from epdctl.domain import Modality
 from epdctl.ec.protocol import BadMessage, parse_address
 from epdctl.errors import InvalidRequest, UnknownModel, UnsupportedMedia
 from epdctl.worker.encode.keys import NamedTransfer
-from epdctl.worker.encode.options import ItemOptions, parse_options
+from epdctl.worker.encode.options import ItemOptions, VideoOptions, parse_options, parse_video_options
 
-_IMAGE_PARTS = frozenset({"image_url", "input_image"})
+_MEDIA_PARTS = {
+    "image_url": (Modality.IMAGE, "image_url"),
+    "input_image": (Modality.IMAGE, "image_url"),
+    "video_url": (Modality.VIDEO, "video_url"),
+}
+"""By type of part: what it is, and the field that holds its URL."""
 _TEXT_PARTS = frozenset({"text", "input_text", "refusal"})
 _RESERVED_NAMES = frozenset({"ec_items", "consumer_zmq"})
 """Keys of `ec_transfer_params` that an item must not be called: its entry would overwrite them."""
 _MAX_NAME_CHARACTERS = 1024
+_OPTIONS: Mapping[Modality, Callable[[Mapping[str, Any]], ItemOptions | VideoOptions]] = {
+    Modality.IMAGE: parse_options,
+    Modality.VIDEO: parse_video_options,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaPart:
-    """One picture of the request: where it stands in the body, its URL, and the name its sender gave it."""
+    """One item of the request: where it stands in the body, its URL, and the name its sender gave it."""
 
     index: int
     param: str
     url: str
     uuid: str | None
+    modality: Modality = Modality.IMAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeRequest:
     """What one encode request asks for; nothing is pushed without a `consumer_zmq`.
 
-    `options` is what `processor_options` and `media_options`, kept as they came, mean to this worker.
+    `options` is what `processor_options` and `media_options`, kept as they came, mean to this worker's
+    pictures and videos; a modality that the request has no items of is absent.
     """
 
     parts: tuple[MediaPart, ...]
-    options: ItemOptions
+    options: Mapping[Modality, ItemOptions | VideoOptions]
     consumer_zmq: str | None
     named: tuple[NamedTransfer, ...]
-    modality: Modality = Modality.IMAGE
     processor_options: Mapping[str, Any] = field(default_factory=dict)
     media_options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -55,7 +65,7 @@ def parse_encode_request(body: Mapping[str, Any], *, model: str, max_items: int)
 
     Raises:
         UnknownModel: `model` is given and is not the one that is served.
-        InvalidRequest: a field has the wrong type, or there are more than `max_items` pictures.
+        InvalidRequest: a field has the wrong type, or there are more than `max_items` items.
         UnsupportedMedia: a part that this worker cannot encode.
     """
     _check_model(body.get("model"), model)
@@ -63,11 +73,11 @@ def parse_encode_request(body: Mapping[str, Any], *, model: str, max_items: int)
         raise InvalidRequest("the encode stage does not stream: set stream to false", param="stream")
     parts = tuple(_media_parts(body.get("messages")))
     if len(parts) > max_items:
-        raise InvalidRequest(f"at most {max_items} images may be in one request", param="messages")
+        raise InvalidRequest(f"at most {max_items} media items may be in one request", param="messages")
     consumer_zmq, named = _transfer_params(body.get("ec_transfer_params"))
     return EncodeRequest(
         parts=parts,
-        options=parse_options(body),
+        options={modality: _OPTIONS[modality](body) for modality in {part.modality for part in parts}},
         processor_options=body.get("mm_processor_kwargs") or {},
         media_options=body.get("media_io_kwargs") or {},
         consumer_zmq=consumer_zmq,
@@ -111,20 +121,22 @@ def _media_part(part: Any, index: int, where: str) -> MediaPart | None:
     kind = part["type"]
     if kind in _TEXT_PARTS:
         return None
-    if kind not in _IMAGE_PARTS:
-        raise UnsupportedMedia(f"this worker encodes image_url parts, not '{kind[:40]}'", param=where)
-    return MediaPart(index=index, param=where, url=_url(part, where), uuid=_uuid(part.get("uuid"), where))
+    if kind not in _MEDIA_PARTS:
+        text = f"this worker encodes image_url and video_url parts, not '{kind[:40]}'"
+        raise UnsupportedMedia(text, param=where)
+    modality, name = _MEDIA_PARTS[kind]
+    url, uuid = _url(part, name, where), _uuid(part.get("uuid"), where)
+    return MediaPart(index=index, param=where, url=url, uuid=uuid, modality=modality)
 
 
-def _url(part: Mapping[str, Any], where: str) -> str:
-    value = part.get("image_url")
+def _url(part: Mapping[str, Any], name: str, where: str) -> str:
+    value = part.get(name)
     if value is None:
-        raise UnsupportedMedia(
-            f"an {part['type']} part needs its image, a uuid alone is not enough", param=where
-        )
+        text = f"an {part['type']} part needs its media, a uuid alone is not enough"
+        raise UnsupportedMedia(text, param=where)
     url = value.get("url") if isinstance(value, dict) else value
     if not isinstance(url, str) or not url:
-        raise InvalidRequest("image_url.url must be a non-empty string", param=f"{where}.image_url.url")
+        raise InvalidRequest(f"{name}.url must be a non-empty string", param=f"{where}.{name}.url")
     return url
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from epdctl.domain import Modality
 from epdctl.errors import EpdError, InvalidRequest, UnknownModel, UnsupportedMedia
+from epdctl.worker.encode.frames import Sampling
 from epdctl.worker.encode.keys import NamedTransfer
-from epdctl.worker.encode.options import ItemOptions, parse_options
+from epdctl.worker.encode.options import ItemOptions, VideoOptions, parse_options, parse_video_options
 from epdctl.worker.encode.request import EncodeRequest, MediaPart, parse_encode_request
 
 pytestmark = pytest.mark.unit
@@ -31,7 +33,7 @@ def test_captured_request_of_the_reference_proxy() -> None:
 
     assert request == EncodeRequest(
         parts=(MediaPart(index=0, param="messages[0].content[0]", url=URL, uuid="u"),),
-        options=ItemOptions(),
+        options={Modality.IMAGE: ItemOptions()},
         consumer_zmq="tcp://127.0.0.1:27119",
         named=(NamedTransfer(transfer_id="t"),),
     )
@@ -131,7 +133,9 @@ def test_bad_field_is_named(change: dict[str, Any], kind: type[EpdError], param:
 @pytest.mark.parametrize(
     ("part", "kind"),
     [
-        ({"type": "video_url", "video_url": {"url": URL}}, UnsupportedMedia),
+        ({"type": "audio_url", "audio_url": {"url": URL}}, UnsupportedMedia),
+        ({"type": "video_url", "uuid": "u"}, UnsupportedMedia),
+        ({"type": "video_url", "video_url": {"url": 1}}, InvalidRequest),
         ({"type": "input_audio", "input_audio": {"data": "AAAA"}}, UnsupportedMedia),
         ({"type": "image_embeds", "image_embeds": {}}, UnsupportedMedia),
         ({"type": "image_url", "uuid": "u"}, UnsupportedMedia),
@@ -205,3 +209,55 @@ def test_option_that_is_not_served_is_named(body: dict[str, Any], param: str) ->
         parse_options(body)
 
     assert failure.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, VideoOptions()),
+        ({"mm_processor_kwargs": {"images_kwargs": {"max_pixels": 9}}}, VideoOptions()),
+        ({"mm_processor_kwargs": {"videos_kwargs": {"max_pixels": 9}}}, VideoOptions(max_pixels=9)),
+        ({"mm_processor_kwargs": {"min_pixels": 4, "do_sample_frames": False}}, VideoOptions(min_pixels=4)),
+        ({"media_io_kwargs": {"image": {"image_mode": "RGB"}}}, VideoOptions()),
+        ({"media_io_kwargs": {"video": {"num_frames": -1, "fps": -1}}}, VideoOptions(num_frames=0)),
+        ({"media_io_kwargs": {"video": {"fps": 3, "max_frames": 8}}}, VideoOptions(fps=3.0, max_frames=8)),
+        (
+            {"media_io_kwargs": {"video": {"num_frames": 4, "video_backend": "opencv"}}},
+            VideoOptions(num_frames=4, sampling=Sampling.UNIFORM),
+        ),
+    ],
+)
+def test_options_of_videos(body: dict[str, Any], expected: VideoOptions) -> None:
+    """Pixel bounds at the top or under videos_kwargs, and the choice of frames."""
+    assert parse_video_options(body) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"mm_processor_kwargs": {"fps": 5}}, "mm_processor_kwargs.fps"),
+        ({"mm_processor_kwargs": {"do_sample_frames": True}}, "mm_processor_kwargs.do_sample_frames"),
+        ({"media_io_kwargs": {"video": {"num_frames": 0}}}, "media_io_kwargs.video.num_frames"),
+        ({"media_io_kwargs": {"video": {"num_frames": 2.5}}}, "media_io_kwargs.video.num_frames"),
+        ({"media_io_kwargs": {"video": {"fps": "2"}}}, "media_io_kwargs.video.fps"),
+        ({"media_io_kwargs": {"video": {"fps": 0}}}, "media_io_kwargs.video.fps"),
+        ({"media_io_kwargs": {"video": {"video_backend": "x"}}}, "media_io_kwargs.video.video_backend"),
+        ({"media_io_kwargs": {"video": {"backend": "torchcodec"}}}, "media_io_kwargs.video.backend"),
+        ({"media_io_kwargs": {"video": 5}}, "media_io_kwargs.video"),
+    ],
+)
+def test_video_option_that_is_not_served_is_named(body: dict[str, Any], param: str) -> None:
+    """An option of videos is served or refused by name."""
+    with pytest.raises(InvalidRequest) as failure:
+        parse_video_options(body)
+
+    assert failure.value.param == param
+
+
+def test_pictures_and_videos_of_one_request() -> None:
+    """Parts keep their order and their kind, and each kind has its own options."""
+    request = read(IMAGE, {"type": "video_url", "video_url": {"url": URL}}, IMAGE)
+
+    kinds = [part.modality for part in request.parts]
+    assert kinds == [Modality.IMAGE, Modality.VIDEO, Modality.IMAGE]
+    assert request.options == {Modality.IMAGE: ItemOptions(), Modality.VIDEO: VideoOptions()}

@@ -1,0 +1,204 @@
+"""The checkpoint's video processor, without torchvision: decoded frames become patches for the tower.
+
+Sizes come from transformers' own functions; frames are resized with Pillow like pictures, where
+transformers' video processors use torchvision (values differ by a few of 255 levels at most), then normalised
+and cut exactly as they do: `temporal_patch_size` frames deep, the last frame repeated until that fits.
+
+Rules of this file: how many rows a video will give is known, and checked, before a frame is decoded. Runs on
+threads; nothing here changes after it is built.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as size_of_picture
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as size_of_clip
+
+from epdctl.domain import Modality
+from epdctl.errors import MediaUnavailable, UnsupportedMedia
+from epdctl.worker.encode.frames import FrameChoice, Sampling, Source, choose_frames, timestamps
+from epdctl.worker.encode.keys import identity_of
+from epdctl.worker.encode.layout import PATCHES, ItemLayout, Prepared
+from epdctl.worker.encode.options import VideoOptions
+from epdctl.worker.encode.video import Frames, VideoLimits, decode_video
+
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_SIZES = {
+    Sampling.QWEN2: {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28},
+    Sampling.QWEN3: {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
+}
+"""Defaults of transformers' Qwen2VLVideoProcessor (pixels of a frame) and Qwen3VLVideoProcessor (of all)."""
+_PROCESSORS = {"Qwen2VLVideoProcessor": Sampling.QWEN2, "Qwen3VLVideoProcessor": Sampling.QWEN3}
+_MODELS = {"qwen2_vl": Sampling.QWEN2, "qwen2_5_vl": Sampling.QWEN2, "qwen3_vl": Sampling.QWEN3}
+_STEPS = ("do_resize", "do_rescale", "do_normalize")
+_FILES = ("video_preprocessor_config.json", "preprocessor_config.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoConfig:
+    """What a checkpoint says of its videos: pixel bounds, patches, and values of one level per channel."""
+
+    kind: Sampling
+    shortest_edge: int
+    longest_edge: int
+    patch: int
+    temporal: int
+    merge: int
+    resample: int
+    levels: numpy.ndarray[Any, numpy.dtype[numpy.float32]]
+    identity: str
+
+
+def read_video_config(folder: Path) -> VideoConfig | None:
+    """Return the video settings of the checkpoint in `folder`, or None when its model takes no videos.
+
+    The files and their order are transformers': `video_processor` in `processor_config.json`, the video
+    processor's own file, the picture processor's.
+    """
+    model = _json(folder / "config.json").get("model_type")
+    facts = _json(folder / "processor_config.json").get("video_processor")
+    if not isinstance(facts, dict):
+        facts = next((found for name in _FILES if (found := _json(folder / name))), {})
+    kind = _PROCESSORS.get(str(facts.get("video_processor_type")), _MODELS.get(str(model)))
+    if model not in _MODELS or kind is None or not all(facts.get(step, True) is True for step in _STEPS):
+        return None
+    size = _SIZES[kind] | {name: edge for name, edge in (facts.get("size") or {}).items() if edge}
+    if kind is Sampling.QWEN2:
+        size["shortest_edge"] = facts.get("min_pixels") or size["shortest_edge"]
+        size["longest_edge"] = facts.get("max_pixels") or size["longest_edge"]
+    is_clip = kind is Sampling.QWEN2
+    mean = facts.get("image_mean") or (_CLIP_MEAN if is_clip else (0.5, 0.5, 0.5))
+    std = facts.get("image_std") or (_CLIP_STD if is_clip else (0.5, 0.5, 0.5))
+    return VideoConfig(
+        kind=kind,
+        shortest_edge=int(size["shortest_edge"]),
+        longest_edge=int(size["longest_edge"]),
+        patch=int(facts.get("patch_size") or (14 if is_clip else 16)),
+        temporal=int(facts.get("temporal_patch_size") or 2),
+        merge=int(facts.get("merge_size") or 2),
+        resample=int(facts.get("resample", Image.Resampling.BICUBIC)),
+        levels=_levels(mean, std, facts.get("rescale_factor", 1 / 255)),
+        identity=identity_of(kind, facts),
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_bytes()) if path.exists() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _levels(mean: Any, std: Any, scale: float) -> numpy.ndarray[Any, numpy.dtype[numpy.float32]]:
+    """Return `[channels, 256]`: each level rescaled and normalised in one step, as transformers does it."""
+    level = numpy.arange(256, dtype=numpy.float32)
+    shift = numpy.asarray(mean, dtype=numpy.float32)[:, None] / numpy.float32(scale)
+    width = numpy.asarray(std, dtype=numpy.float32)[:, None] / numpy.float32(scale)
+    levels: numpy.ndarray[Any, numpy.dtype[numpy.float32]] = (level - shift) / width
+    return levels
+
+
+class VideoProcessor:
+    """Decodes, resizes and cuts videos for one checkpoint."""
+
+    def __init__(self, config: VideoConfig, limits: VideoLimits, max_rows: int) -> None:
+        self._config = config
+        self._limits = limits
+        self._max_rows = max_rows
+
+    def prepare(self, content: bytes, options: VideoOptions) -> Prepared:
+        """Return the video in `content` cut into patches.
+
+        Raises:
+            UnsupportedMedia: a container or a shape that is not served.
+            MediaUnavailable: broken, without frames, or over a limit.
+        """
+        choice = FrameChoice(
+            sampling=options.sampling or self._config.kind,
+            num_frames=options.num_frames,
+            fps=options.fps,
+            min_frames=options.min_frames,
+            max_frames=options.max_frames,
+        )
+
+        def choose(source: Source) -> list[int]:
+            chosen = choose_frames(source, choice)
+            self._check_rows(len(chosen), *self._size(len(chosen), source.height, source.width, options))
+            return chosen
+
+        clip = decode_video(content, choose, self._limits)
+        frames, height, width = clip.frames.shape[:3]
+        high, wide = self._size(frames, height, width, options)
+        pixels = cut(self._resized(clip.frames, high, wide), self._config)
+        config = self._config
+        grid = (-(-frames // config.temporal), high // config.patch, wide // config.patch)
+        metadata: dict[str, Any] = {"video_grid_thw": list(grid)}
+        if config.kind is Sampling.QWEN3:
+            metadata["timestamps"] = timestamps(clip.indices, clip.fps, config.temporal)
+        layout = ItemLayout(
+            modality=Modality.VIDEO,
+            rows=grid[0] * grid[1] * grid[2] // config.merge**2,
+            pixel_shape=pixels.shape,
+            forward_group=PATCHES,
+            geometry=grid,
+            metadata=metadata,
+        )
+        return Prepared(pixels=pixels, layout=layout)
+
+    def _size(self, frames: int, height: int, width: int, options: VideoOptions) -> tuple[int, int]:
+        """Return height and width that frames are resized to; raises UnsupportedMedia."""
+        config = self._config
+        bounds = {
+            "factor": config.patch * config.merge,
+            "min_pixels": options.min_pixels or config.shortest_edge,
+            "max_pixels": options.max_pixels or config.longest_edge,
+        }
+        try:
+            if config.kind is Sampling.QWEN2:
+                high, wide = size_of_picture(height, width, **bounds)
+            else:
+                high, wide = size_of_clip(frames, height, width, config.temporal, **bounds)
+        except (ValueError, ZeroDivisionError) as error:
+            text = f"a video of {frames} frames of {width}x{height} pixels cannot be cut for this model"
+            raise UnsupportedMedia(text) from error
+        return int(high), int(wide)
+
+    def _check_rows(self, frames: int, height: int, width: int) -> None:
+        config = self._config
+        side = config.patch * config.merge
+        rows = -(-frames // config.temporal) * (height // side) * (width // side)
+        if rows < 1:
+            raise UnsupportedMedia("the video is too small for this model")
+        if rows > self._max_rows:
+            text = f"the video gives {rows} embedding rows, more than {self._max_rows}"
+            raise MediaUnavailable(f"{text} (--max-item-tokens)")
+
+    def _resized(self, frames: Frames, height: int, width: int) -> Frames:
+        if frames.shape[1:3] == (height, width):
+            return frames
+        resized = numpy.empty((len(frames), height, width, 3), dtype=numpy.uint8)
+        for target, frame in zip(resized, frames, strict=True):
+            picture = Image.fromarray(frame).resize((width, height), Image.Resampling(self._config.resample))
+            target[:] = numpy.asarray(picture)
+        return resized
+
+
+def cut(frames: Frames, config: VideoConfig) -> numpy.ndarray[Any, numpy.dtype[numpy.float32]]:
+    """Return float32 patches `[t*h*w, channels * temporal * patch * patch]` of resized `frames`."""
+    patch, temporal, merge = config.patch, config.temporal, config.merge
+    if missing := -len(frames) % temporal:
+        frames = numpy.concatenate((frames, numpy.repeat(frames[-1:], missing, axis=0)))
+    time, (height, width), channels = len(frames) // temporal, frames.shape[1:3], frames.shape[3]
+    high, wide = height // patch, width // patch
+    pieces = frames.reshape(
+        time, temporal, high // merge, merge, patch, wide // merge, merge, patch, channels
+    ).transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+    pieces = pieces.reshape(time * high * wide, channels, temporal * patch * patch)
+    pixels = numpy.empty(pieces.shape, dtype=numpy.float32)
+    for channel in range(channels):
+        pixels[:, channel] = config.levels[channel][pieces[:, channel]]
+    return pixels.reshape(len(pixels), -1)
