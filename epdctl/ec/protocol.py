@@ -22,6 +22,8 @@ DEFAULT_CONTROL_PORT = 14579
 """What vLLM's `ec_port` defaults to; replica d listens on port + d (at tensor parallel size 1)."""
 
 Identifier = Annotated[str, Meta(min_length=1, max_length=1024)]
+NewTransfer = Annotated[str, Meta(min_length=1, max_length=1024, pattern=r"^[A-Za-z0-9._:=+@~-]+$")]
+"""A transfer id that may come into being here: it ends up in logs and in keys, so it is one plain word."""
 ReservationText = Annotated[str, Meta(max_length=256)]
 ByteCount = Annotated[int, Meta(gt=0, le=2**62)]
 Dimension = Annotated[int, Meta(gt=0, le=2**48)]
@@ -52,7 +54,7 @@ class RefusalCode(StrEnum):
 class ReserveItem(msgspec.Struct, frozen=True, kw_only=True):
     """The item that a producer wants to deliver: `product(shape) * itemsize(dtype) == nbytes`."""
 
-    transfer_id: Identifier
+    transfer_id: NewTransfer
     mm_hash: Identifier
     nbytes: ByteCount
     shape: Shape

@@ -26,6 +26,7 @@ from epdctl.errors import EpdError
 from epdctl.logs import LogFormat, LogLevel, configure_logs
 from epdctl.metrics import WorkerMetrics
 from epdctl.worker.channel import Channel, Endpoints, MalformedMessage, Message, connect_channel, message
+from epdctl.worker.leave import leave
 from epdctl.worker.samples import Family, snapshot
 
 BEAT_INTERVAL_S = 1.0
@@ -110,12 +111,37 @@ def _end_with_front(loop: asyncio.AbstractEventLoop, gone: asyncio.Event) -> Non
     loop.add_reader(0, on_readable)
 
 
+class _Voice:
+    """What the front hears from an engine. News of its health come before the answers that they explain: a
+    client whose request failed finds `/health` to say so."""
+
+    def __init__(self, channel: Channel, metrics: WorkerMetrics) -> None:
+        self._channel = channel
+        self._metrics = metrics
+        self._told: str | None = None
+        self.health: Callable[[], str | None] | None = None
+        """Set once the engine serves."""
+
+    async def send(self, outgoing: Message) -> None:
+        """Send one message, after a beat when the health has changed."""
+        if self.health is not None and self.health() != self._told:
+            await self.beat()
+        await self._channel.send(outgoing)
+
+    async def beat(self) -> None:
+        """Send a beat now."""
+        self._told = self.health() if self.health is not None else None
+        families = snapshot(self._metrics.registry)
+        await self._channel.send(message("beat", Beat(trouble=self._told, families=families)))
+
+
 class _Session:
     """The life of one engine in this process: start, serve messages, beat, stop."""
 
-    def __init__(self, engine: Engine, channel: Channel, metrics: WorkerMetrics) -> None:
+    def __init__(self, engine: Engine, channel: Channel, voice: _Voice, metrics: WorkerMetrics) -> None:
         self._engine = engine
         self._channel = channel
+        self._voice = voice
         self._metrics = metrics
         self._log = structlog.get_logger()
 
@@ -135,8 +161,7 @@ class _Session:
 
     async def _beat(self) -> None:
         while True:
-            families = snapshot(self._metrics.registry)
-            await self._channel.send(message("beat", Beat(trouble=self._engine.health(), families=families)))
+            await self._voice.beat()
             await asyncio.sleep(BEAT_INTERVAL_S)
 
     async def run(self, gone: asyncio.Event) -> int:
@@ -146,6 +171,7 @@ class _Session:
             if facts is None:
                 return 1
             await self._channel.send(message("ready", dict(facts)))
+            self._voice.health = self._engine.health
             tasks = [asyncio.create_task(self._serve()), asyncio.create_task(self._beat())]
             tasks.append(asyncio.create_task(gone.wait()))
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -153,6 +179,7 @@ class _Session:
             for task in done:
                 result = task.result()
                 grace_s = result.grace_s if isinstance(result, Stop) else grace_s
+            self._voice.health = None
             await self._engine.stop(grace_s)
             return 0
         finally:
@@ -190,8 +217,9 @@ async def _run(launch: Launch, build: Callable[[EngineContext], Engine]) -> int:
     try:
         endpoints = Endpoints(to_engine=launch.to_engine, to_front=launch.to_front)
         channel = connect_channel(context, endpoints)
-        engine = build(EngineContext(settings=launch.settings, send=channel.send, metrics=metrics))
-        return await _Session(engine, channel, metrics).run(gone)
+        voice = _Voice(channel, metrics)
+        engine = build(EngineContext(settings=launch.settings, send=voice.send, metrics=metrics))
+        return await _Session(engine, channel, voice, metrics).run(gone)
     finally:
         context.destroy(linger=0)
 
@@ -206,4 +234,4 @@ def run_engine(build: Callable[[EngineContext], Engine]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     launch = _read_launch()
     configure_logs(launch.log_format, launch.log_level)
-    return asyncio.run(_run(launch, build))
+    return leave(asyncio.run(_run(launch, build)))

@@ -310,7 +310,10 @@ class Supervisor:
             await asyncio.sleep(min(left, 1.0))
 
     async def _let_end(self, running: EngineProcess, ended: asyncio.Task[int]) -> str:
+        loading = self._state is EngineState.STARTING
         self._state, self._reason = EngineState.STOPPED, "the worker is shutting down"
+        if loading:  # it has accepted nothing, and hears nothing before it is loaded
+            return self._reason
         with suppress(EngineUnavailable, TimeoutError):
             await running.channel.send(message("stop", Stop(grace_s=self._grace_s)))
             await asyncio.wait_for(asyncio.shield(ended), self._grace_s + 5.0)

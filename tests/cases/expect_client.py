@@ -7,8 +7,9 @@ in words that is not coded here fails by name.
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tests.cases import answers_view as view
@@ -20,9 +21,12 @@ from tests.cases.world import World
 
 Results = Subject[Result]
 MERGE_GAP_S = 0.02
+MERGE = 2
+"""Patches that the tiny model merges in each direction."""
 
 MODIFIERS = word_set(
-    "step index first_n last_n call except or unless optional alt_status equals value exactly_one_of each"
+    "step index first_n last_n call except or unless optional alt_status equals value exactly_one_of each "
+    "timeout_s"
 )
 
 
@@ -193,13 +197,67 @@ def _closed_within(subject: Results, most: float) -> Iterator[str]:
 
 def _if_200(subject: Results, rule: Any) -> Iterator[str]:
     good = [result for result in subject.things if result.status == 200]
-    if not isinstance(rule, Mapping):
+    if isinstance(rule, str) and rule in RULES_OF_ROWS:
+        yield from each_result(Subject(subject.world, good, subject.words), RULES_OF_ROWS[rule])
+    elif not isinstance(rule, Mapping):
         yield f"the rule {rule!r} is not coded here"
     elif good:
         yield from run_checks(Subject(subject.world, good, rule), CHECKS, MODIFIERS)
 
 
+def _grid(result: Result) -> list[int]:
+    entries = view.at_path(view.parse(result.body), "ec_transfer_params")
+    assert isinstance(entries, dict) and len(entries) == 1, result.text
+    return list(next(iter(entries.values()))["metadata"]["image_grid_thw"])
+
+
+def _rows_fit_the_grid(result: Result) -> str | None:
+    grid, rows = _grid(result), result.reply["rows"]
+    return None if rows == math.prod(grid) // MERGE**2 else f"{rows} rows for the grid {grid}"
+
+
+def _has_rows(result: Result) -> str | None:
+    return None if result.reply["rows"] >= 1 else f"{result.reply['rows']} rows"
+
+
+RULES_OF_ROWS: Mapping[str, Callable[[Result], str | None]] = {
+    "rows==prod(grid)//merge**2": _rows_fit_the_grid,
+    "rows>=1": _has_rows,
+}
+
+
+def _grid_hw(subject: Results, wanted: str) -> Iterator[str]:
+    def wrong(result: Result) -> str | None:
+        _, height, width = _grid(result)
+        shape = "tall" if height > width else "wide" if width > height else "square"
+        return None if shape == wanted else f"the grid {_grid(result)} is {shape}"
+
+    yield from each_result(subject, wrong)
+
+
+def _reply(subject: Results, wanted: Mapping[str, Any]) -> Iterator[str]:
+    """Judge the answers to a control message; a refusal must say why."""
+    limit = subject.words.get("timeout_s", float("inf"))
+
+    def wrong(result: Result) -> str | None:
+        for reply in result.reply:
+            if reply is None or not wanted.items() <= reply.items():
+                return f"reply {reply}"
+            if reply["ok"] is False and not reply.get("error"):
+                return f"no reason in {reply}"
+        return None if result.ended - result.started <= limit else "it took too long"
+
+    yield from each_result(subject, wrong)
+
+
+def _push(subject: Results, wanted: str) -> Iterator[str]:
+    yield from each_result(subject, lambda r: None if r.reply["push"] == wanted else f"push: {r.reply}")
+
+
 CHECKS: dict[str, Check[Result]] = {
+    "grid_hw": _grid_hw,
+    "push": _push,
+    "reply": _reply,
     **BODY_CHECKS,
     "status": _status,
     "never_status": _never_status,

@@ -37,8 +37,11 @@ async def check_one(world: World, words: Mapping[str, Any]) -> list[str]:
 
 
 async def _found(world: World, words: Mapping[str, Any]) -> list[str]:
+    for word, check in world.extra_checks.items():
+        if word in words:
+            return [failure async for failure in check(world, words)]
     foreign = WORKER_WORDS & set(words)
-    if foreign:
+    if foreign and not world.extra_checks:
         return [f"{sorted(foreign)} belong to the encode worker's part"]
     for word, check in PROCESS_CHECKS.items():
         if word in words:

@@ -1,6 +1,7 @@
 """Finds and reads case files, and says which part of the product each belongs to.
 
-Rules of this file: every file of the folder is accounted for: it runs here, or it is listed with a reason.
+Rules of this file: every file of the folder is accounted for: it runs against the proxy or against bundled
+workers, or it is judged wrong with a reason.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 
 DATA_FOLDER = Path(__file__).parent / "data"
 OWN_FOLDER = Path(__file__).parent / "own"
-RUN_HERE = frozenset({"proxy", "config", "proxy+worker"})
-OTHER_PARTS: Mapping[str, str] = {
-    "worker": "the encode worker over HTTP: run with the bundled worker, not with the proxy",
+PROXY_TARGETS = frozenset({"proxy", "config", "proxy+worker"})
+WORKER_TARGETS: Mapping[str, str] = {
+    "worker": "the encode worker over HTTP",
     "worker-zmq": "the control socket of the bundled worker's EC consumer",
     "mooncake": "the real transfer engine between two processes",
 }

@@ -146,8 +146,9 @@ def png_bomb(side: int = _BOMB_SIDE) -> bytes:
     data = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
     header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
     parts = ((b"IHDR", header), (b"IDAT", data), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_png_part(tag, body) for tag, body in parts)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_part(tag, body) for tag, body in parts)
 
 
-def _png_part(tag: bytes, body: bytes) -> bytes:
+def png_part(tag: bytes, body: bytes) -> bytes:
+    """Return one chunk of a PNG."""
     return struct.pack(">I", len(body)) + tag + body + struct.pack(">I", zlib.crc32(tag + body))

@@ -53,6 +53,12 @@ METRIC_SUMS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "retries": ("epdctl_retries_total", {}),
     "cancels": ("epdctl_cancels_total", {}),
 }
+WORKER_METRIC_SUMS: Mapping[str, tuple[str, str, frozenset[str]]] = {
+    "transfer_failures": ("epdctl_ec_transfers_total", "outcome", frozenset({"failed", "refused"})),
+    "staged_bytes": ("epdctl_arena_bytes", "state", frozenset({"pinned", "quarantined"})),
+}
+"""Meanings that only a worker's exposition has: series, label, and the values that count."""
+COUNTERS_OF_SHARED = frozenset({"transfer_failures"})
 GOOD_OUTCOMES = frozenset({"ok", "client_disconnect"})
 UNCOUNTED = frozenset({"stranded_handoffs"})
 """Meanings without a metric here; a case may ask for them only as `optional`."""
@@ -99,6 +105,28 @@ def worker_arguments(config: Mapping[str, Any], port: int) -> list[str]:
         *("--port", str(port), "--log-format", "json"),
         *(("--allowed-media-domains", ",".join(hosts)) if hosts else ()),
     ]
+
+
+def consumer_arguments(port: int, control_port: int) -> list[str]:
+    """Return the command line of a bundled consumer of embeddings on one control port."""
+    return [
+        *("worker", "prefill-decode", "--model", str(TINY_MODEL), "--served-model-name", "m"),
+        *("--host", "127.0.0.1", "--port", str(port), "--ec-port", str(control_port), "--log-format", "json"),
+    ]
+
+
+def tower_fault(wanted: Mapping[str, Any]) -> str:
+    """Return our test engine's word for a fault of the tower; "" is none."""
+    if wanted == {"forward_raises": True}:
+        return "raise"
+    if wanted:
+        raise NoCounterpart(f"worker_fault: {wanted}")
+    return ""
+
+
+def control_message(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a control message as the protocol has it: `status` asks about one transfer."""
+    return {**body, "transfer_id": "nobody"} if body == {"op": "status"} else dict(body)
 
 
 def environment(folder: Path) -> dict[str, str | None]:
@@ -155,6 +183,9 @@ def metric_value(meaning: str, exposition: str) -> float:
             for name, labels, value in samples
             if name == "epdctl_requests_total" and labels.get("outcome") not in GOOD_OUTCOMES
         )
+    if meaning in WORKER_METRIC_SUMS:
+        series, label, counted = WORKER_METRIC_SUMS[meaning]
+        return sum(value for name, labels, value in samples if name == series and labels[label] in counted)
     if meaning not in METRIC_SUMS:
         raise NoCounterpart(f"metrics: {meaning}")
     wanted, only = METRIC_SUMS[meaning]

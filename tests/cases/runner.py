@@ -22,7 +22,11 @@ async def run_case(case: Case, folder: Path) -> list[str]:
     if unknown:
         return [f"{case.id}: not in the vocabulary: {', '.join(unknown)}"]
     world = World(case, folder)
-    steps = Steps(world)
+    return await run_steps(world, Steps(world))
+
+
+async def run_steps(world: World, steps: Steps) -> list[str]:
+    """Open the world, run its steps, and return what does not hold then."""
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(world.close)
         stack.push_async_callback(steps.close)

@@ -83,10 +83,9 @@ class Steps:
 
     async def _step(self, step: Step, scope: Placeholders) -> None:
         name = step["op"]
-        if name in WORKER_OPS:
-            raise BadCase(f"{self.world.case.id}: op {name!r} belongs to the encode worker's part")
         if name not in self._operations:
-            raise BadCase(f"{self.world.case.id}: unknown op {name!r}")
+            whose = "belongs to the encode worker's part" if name in WORKER_OPS else "is unknown"
+            raise BadCase(f"{self.world.case.id}: op {name!r} {whose}")
         work = self._operations[name](step, scope)
         if step.get("background"):
             step_id = step.get("id") or (step.get("step") or {}).get("id") or ""

@@ -1,6 +1,6 @@
-"""Every case file, run against the real proxy process with stub instances.
+"""Every case file of the proxy, run against the real process with stub instances.
 
-Cases of another part of the product are not run here: `test_harness.py` checks that each is listed.
+Cases of the bundled workers are in `test_worker_cases.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases.judged import JUDGED
-from tests.cases.loader import DATA_FOLDER, OTHER_PARTS, OWN_FOLDER, RUN_HERE, Case, load_folder
+from tests.cases.loader import DATA_FOLDER, OWN_FOLDER, PROXY_TARGETS, WORKER_TARGETS, Case, load_folder
 from tests.cases.runner import run_case
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(150)]
@@ -22,7 +22,7 @@ FOLDERS = (Path(_GIVEN),) if _GIVEN else (DATA_FOLDER, OWN_FOLDER)
 
 def _parameters() -> list[object]:
     cases = [case for folder in FOLDERS for case in load_folder(folder)]
-    chosen = [case for case in cases if case.target not in OTHER_PARTS and case.id not in JUDGED]
+    chosen = [case for case in cases if case.target not in WORKER_TARGETS and case.id not in JUDGED]
     return [pytest.param(case, id=case.id, marks=_marks(case)) for case in chosen]
 
 
@@ -34,6 +34,6 @@ def _marks(case: Case) -> list[pytest.MarkDecorator]:
 @pytest.mark.parametrize("case", _parameters())
 async def test_case(case: Case, tmp_path: Path) -> None:
     """All expectations of a case hold against the real proxy."""
-    assert case.target in RUN_HERE, f"{case.id}: unknown target {case.target!r}"
+    assert case.target in PROXY_TARGETS, f"{case.id}: unknown target {case.target!r}"
     failures = await run_case(case, tmp_path)
     assert not failures, f"{case.id}: {case.raw.get('right')}\n" + "\n".join(failures)

@@ -16,13 +16,14 @@ from tests.cases import product, vocabulary
 from tests.cases.expect_client import CHECKS, MODIFIERS
 from tests.cases.expect_process import PROCESS_CHECKS, WORKER_WORDS
 from tests.cases.expect_stub import CONSUMER_CHECKS, STUB_MODIFIERS, UPSTREAM_CHECKS
+from tests.cases.expect_worker import WORKER_CHECKS, WORKER_MODIFIERS
 from tests.cases.http_client import Request, Result, parse_head, request_head
 from tests.cases.judged import JUDGED
 from tests.cases.loader import (
     DATA_FOLDER,
-    OTHER_PARTS,
     OWN_FOLDER,
-    RUN_HERE,
+    PROXY_TARGETS,
+    WORKER_TARGETS,
     BadCase,
     Case,
     load_case,
@@ -34,6 +35,9 @@ from tests.cases.stalls import Stalls
 from tests.cases.steps import WORKER_OPS, Steps
 from tests.cases.verdict import Subject, run_checks
 from tests.cases.vocabulary import unknown_words
+from tests.cases.worker_pool import WorkerPool
+from tests.cases.worker_steps import WorkerSteps
+from tests.cases.worker_world import WorkerWorld, flat
 from tests.cases.world import World
 from tests.stubs.behaviour import UnknownBehaviour
 
@@ -110,9 +114,19 @@ class TestVocabulary:
     """Every word of the vocabulary has a meaning in the code."""
 
     def test_every_op_is_run_or_named_as_anothers(self, tmp_path: Path) -> None:
-        """Each operation is implemented here or listed as the encode worker's."""
+        """Each operation is implemented here or is the worker's, whose part has all that a case uses."""
         steps = Steps(World(made_case(tmp_path), tmp_path))
         assert steps.operations | WORKER_OPS == vocabulary.OPS
+
+    def test_every_op_of_a_worker_case_is_run(self, tmp_path: Path) -> None:
+        """The worker's part runs each operation and checks each expectation that a case of a worker uses."""
+        cases = [case for case in load_folder(DATA_FOLDER) if case.target in WORKER_TARGETS]
+        world = WorkerWorld(made_case(tmp_path), tmp_path, WorkerPool(tmp_path))
+        known = WorkerSteps(world).operations
+        assert {step["op"] for case in cases for step in flat(case.steps)} - known == set()
+        words = {word for case in cases for entry in case.expectations for word in entry}
+        meanings = {*WORKER_CHECKS, *WORKER_MODIFIERS, *CHECKS, *MODIFIERS, *PROCESS_CHECKS, "text"}
+        assert words - meanings == set()
 
     def test_every_expectation_is_checked(self) -> None:
         """Each expectation word is a check, a modifier of one, or listed as the encode worker's."""
@@ -141,15 +155,15 @@ class TestAccounting:
         index = json.loads((DATA_FOLDER / "INDEX.json").read_text())
         cases = {case.id: case for case in load_folder(DATA_FOLDER)}
         assert {entry["id"] for entry in index if entry["file"]} == set(cases)
-        assert {case.target for case in cases.values()} <= RUN_HERE | set(OTHER_PARTS)
+        assert {case.target for case in cases.values()} <= PROXY_TARGETS | set(WORKER_TARGETS)
         assert set(JUDGED) <= set(cases)
 
     def test_the_rest_is_listed_with_reasons(self) -> None:
-        """The README has a row for each case of another part, and for each one judged wrong."""
+        """The README has a row for each case of a worker, and for each one judged wrong."""
         rows = README.read_text().splitlines()
         for case in load_folder(DATA_FOLDER):
-            if case.target in OTHER_PARTS:
-                assert f"| {case.id} | {case.target} | {OTHER_PARTS[case.target]} |" in rows
+            if case.target in WORKER_TARGETS:
+                assert f"| {case.id} | {case.target} | {WORKER_TARGETS[case.target]} |" in rows
             if case.id in JUDGED:
                 assert f"| {case.id} | {JUDGED[case.id]} |" in rows
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tests.cases.loader import OTHER_PARTS, RUN_HERE, Case
+from tests.cases.loader import PROXY_TARGETS, WORKER_TARGETS, Case
 
 
 def word_set(text: str) -> frozenset[str]:
@@ -74,7 +74,7 @@ PAIRED = word_set(
 def unknown_words(case: Case) -> list[str]:
     """Return everything in a case that the vocabulary does not have, as `where: word`."""
     found = [f"key: {key}" for key in case.raw if key not in TOP]
-    if case.target not in RUN_HERE and case.target not in OTHER_PARTS:
+    if case.target not in PROXY_TARGETS and case.target not in WORKER_TARGETS:
         found.append(f"target: {case.target}")
     found += [f"config: {key}" for key in case.raw.get("config") or {} if key not in CONFIG]
     found += [word for entry in case.instances for word in _unknown_of_instance(entry)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tests.stubs.instance import StubInstance
 from tests.stubs.ports import free_port
 from tests.stubs.process import Process, epdctl_command, start_process
 
+ExtraCheck = Callable[["World", Mapping[str, Any]], AsyncIterator[str]]
 START_TIMEOUT_S, WORKER_START_TIMEOUT_S = 30.0, 120.0
 TIME_WAIT = "06"
 
@@ -38,7 +39,10 @@ class Memory:
 
 @dataclass(slots=True)
 class Records:
-    """What happened: results by step, processes that were expected to end, memory marks, moments."""
+    """What happened: results by step, processes that were expected to end, memory marks, moments.
+
+    `groups`: workers that were started together; `control`: lost messages and the longest silence, by kind.
+    """
 
     results: dict[str, list[Result]] = field(default_factory=lambda: defaultdict(list))
     exits: list[tuple[Process, float]] = field(default_factory=list)
@@ -52,6 +56,8 @@ class Records:
     time_wait_at_start: int = 0
     metrics_at_start: str = ""
     stop_signalled_at: float | None = None
+    groups: list[list[Any]] = field(default_factory=list)
+    control: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
 class World:
@@ -73,6 +79,7 @@ class World:
         self.redirector = Redirector()
         self.files = FileServer(case.raw.get("files") or {}, self.pictures)
         self.placeholders = Placeholders(self.pictures)
+        self.extra_checks: Mapping[str, ExtraCheck] = {}
         self._initial: dict[str, Behaviour] = {}
 
     @property
@@ -87,6 +94,14 @@ class World:
 
     async def open(self) -> None:
         """Start stubs and servers, then the product, and register what the set-up registers."""
+        await self.open_surroundings()
+        if self.case.target != "config":
+            await self.start_product()
+            await self._register_all()
+        await self._note_start()
+
+    async def open_surroundings(self) -> None:
+        """Start the small servers and the stubs of the set-up."""
         for server in (self.canary, self.redirector, self.files):
             await server.start()
         for entry in self.case.instances:
@@ -94,10 +109,10 @@ class World:
         self.placeholders = Placeholders(self.pictures, self._values())
         for entry in self.case.instances:
             await self._start_stub(entry)
-        if self.case.target != "config":
-            await self.start_product()
-            await self._register_all()
-        await self._note_start()
+
+    def living(self) -> list[Process]:
+        """Return the processes that must live through the case."""
+        return [self.process] if self.process is not None else []
 
     async def close(self) -> None:
         """Free everything."""

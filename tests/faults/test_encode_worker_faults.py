@@ -369,6 +369,22 @@ async def test_sigterm_fails_what_does_not_finish(launch: Launch, own_switch: Sw
     assert await worker.process.wait_exit(20.0) == 0
 
 
+async def test_sigterm_while_loading_ends_at_once(launch: Launch) -> None:
+    """A worker that is told to stop while it still loads does not finish loading first, and exits 0."""
+    worker = launch()
+
+    async def loading() -> bool:
+        return (await worker.get("/health"))[0] == 503
+
+    await worker.process.wait_until(loading, "it answers while it loads", 60.0)
+    worker.process.send_signal(signal.SIGTERM)
+    begun = time.monotonic()
+
+    assert await worker.process.wait_exit(30.0) == 0
+    assert time.monotonic() - begun < 3.0
+    assert "worker_ready" not in worker.process.stderr
+
+
 async def test_reply_after_encode_and_death_of_the_front(launch: Launch, stub_consumer: StubConsumer) -> None:
     """With --reply-after encode the answer comes when the rows are there, whatever the consumer does; kill -9
     of the front leaves no engine process behind."""

@@ -3,16 +3,17 @@
 Rules of this file: it speaks the control protocol of vLLM's ECMooncakeConnector (0.32 and 0.33) and moves no
 bytes; `behaviour` maps an op to what happens instead of the right answer:
 `ok`, `refuse` (ok:false), `silent` (no answer), `cancelled`, `cached`, `follower`, `false` (completed:false),
-`malformed` (not JSON), or `{"delay_ms": n}` before the right answer.
+`malformed` (not JSON), or `{"delay_ms": n}` before the right answer (`[a, b]`: from a to b, evenly, in turn).
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -76,7 +77,7 @@ class StubConsumer:
         self.base_address = 1 << 40
         self.calls: list[ControlCall] = []
         self.reservations: dict[str, Reservation] = {}
-        self._ways = parse_ways(behaviour or {})
+        self.set_behaviour(behaviour or {})
         self._task: asyncio.Task[None] | None = None
         self._context: zmq.asyncio.Context | None = None
 
@@ -88,6 +89,9 @@ class StubConsumer:
     def set_behaviour(self, behaviour: Mapping[str, Any]) -> None:
         """Change what it does from now on."""
         self._ways = parse_ways(behaviour)
+        self._delays = {
+            op: _delays(way["delay_ms"]) for op, way in self._ways.items() if isinstance(way, dict)
+        }
 
     def calls_to(self, op: str) -> list[ControlCall]:
         """Calls of one op, in order."""
@@ -146,7 +150,8 @@ class StubConsumer:
         if way == "silent":
             return
         if isinstance(way, dict):
-            await asyncio.sleep(way["delay_ms"] / 1000)
+            base = str(op).removesuffix("_batch")
+            await asyncio.sleep(next(self._delays[base if base in self._delays else "*"]) / 1000)
             way = "ok"
         reply = b"not json" if way == "malformed" else json.dumps(self._reply(op, body, way)).encode()
         await control.send_multipart([peer, b"", reply])
@@ -229,6 +234,11 @@ class StubConsumer:
             "shape": known.shape,
             "dtype": known.dtype,
         }
+
+
+def _delays(wanted: float | list[float]) -> Iterator[float]:
+    low, high = wanted if isinstance(wanted, list) else (wanted, wanted)
+    return itertools.cycle(low + (high - low) * n / 10 for n in range(11))
 
 
 def _parsed(frames: list[bytes]) -> JSON | None:

@@ -2,8 +2,9 @@
 
     python -m tests.stubs.transfer_end '{"command_port": 12000, "control_port": 12001, "nbytes": 67108864}'
 
-Settings beyond those: `leases` and `policy` (fields of LeasePolicy and PushPolicy), `mooncake_ports` [a, b],
-`hang` (ops that are never answered), `delay_ms` (before each answer), `flip` (flip a byte before the check).
+Settings beyond those: `arena_nbytes` (of the consumer's end, else as `nbytes`), `leases` and `policy` (fields
+of LeasePolicy and PushPolicy), `mooncake_ports` [a, b], `hang` (ops that are never answered), `delay_ms`
+(before each answer), `flip` (flip a byte before the check).
 Commands are `{"id": …, "do": "push" | "announce" | "deliver" | "abort" | "take" | "cancel" | "stats", …}`;
 each is answered by `{"id": …, …}`, failures with `error` and `message`. An item's bytes are made from its
 `seed`, and `take` answers with the digest of what it got.
@@ -68,7 +69,8 @@ class TransferEnd:
         self._settings = settings
         self.records: list[TransferRecord] = []
         self.engine = TransferEngine(host="127.0.0.1")
-        self._memories = [HostMemory(settings["nbytes"]), HostMemory(settings["nbytes"])]
+        sizes = (settings["nbytes"], settings.get("arena_nbytes", settings["nbytes"]))
+        self._memories = [HostMemory(size) for size in sizes]
         for memory in self._memories:
             self.engine.register(memory.address, memory.nbytes)
         self._sources, arena = self._memories

@@ -28,6 +28,7 @@ from epdctl.worker.encode.messages import EncodeEngineSettings
 from epdctl.worker.encode.options import PrepareLimits
 from epdctl.worker.encode.reclaim import reclaim
 from epdctl.worker.engine import StartFailed
+from epdctl.worker.leave import leave
 from epdctl.worker.media import MediaLimits
 from epdctl.worker.media_address import FetchRules
 from epdctl.worker.server import (
@@ -46,7 +47,7 @@ ENGINE_MODULE = "epdctl.worker.encode.engine"
 
 
 def run(settings: EncodeSettings, *, engine_module: str = ENGINE_MODULE) -> int:
-    """Run an encode worker until it is told to stop; return the exit code."""
+    """Run an encode worker until it is told to stop; end the process, or return the code of a bad start."""
     configure_logs(settings.log_format, settings.log_level)
     try:
         folder = find_checkpoint(settings.model)
@@ -63,7 +64,7 @@ def run(settings: EncodeSettings, *, engine_module: str = ENGINE_MODULE) -> int:
     except NoAddress as error:
         listener.close()
         usage_error(PROG, str(error))
-    return uvloop.run(_serve(settings, folder, listener, url, engine_module))
+    return leave(uvloop.run(_serve(settings, folder, listener, url, engine_module)))
 
 
 def _failed(reason: str) -> int:

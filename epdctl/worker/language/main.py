@@ -5,6 +5,7 @@ Rules of this file: what can be wrong with the command line is found before anyt
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 from dataclasses import dataclass
@@ -26,11 +27,13 @@ from epdctl.domain import Role, Stage
 from epdctl.logs import configure_logs
 from epdctl.metrics import WorkerMetrics
 from epdctl.worker.announce import Announcement, NoAddress, SelfRegistration, advertised_url
+from epdctl.worker.claim import claim_addresses
 from epdctl.worker.engine import StartFailed
 from epdctl.worker.language.api import add_language_routes
 from epdctl.worker.language.checkpoint import UnsupportedCheckpoint, declared_max_positions, find_checkpoint
 from epdctl.worker.language.front import LanguageFront
 from epdctl.worker.language.messages import EcEnd, KvReceiveEnd, KvSendEnd, LanguageEngineSettings
+from epdctl.worker.leave import leave
 from epdctl.worker.server import (
     InFlight,
     WorkerEdge,
@@ -87,7 +90,17 @@ def _run(settings: LanguageSettings, role: Role) -> int:
     except OSError as error:
         where = f"--host {settings.host} --port {settings.port}"
         return _failed(prog, f"{where}: cannot listen there ({error.strerror})")
-    return uvloop.run(_serve(settings, role, place))
+    claims: list[socket.socket] = []
+    if isinstance(settings, EcConsumerSettings):
+        end = settings.ec_ip or place.host
+        try:
+            claims = claim_addresses(end, _ec_ports(settings))
+        except OSError as error:
+            return _failed(prog, f"--ec-ip {end} --ec-port {settings.ec_port}: {error.strerror}")
+    with contextlib.ExitStack() as held:
+        for claim in claims:
+            held.enter_context(claim)
+        return leave(uvloop.run(_serve(settings, role, place)))
 
 
 def _failed(prog: str, reason: str) -> int:
@@ -235,5 +248,8 @@ def _ec_addresses(settings: LanguageSettings, place: _Place) -> tuple[str, ...]:
         return ()
     host = _transfer_host(settings, place)
     bracketed = f"[{host}]" if ":" in host else host
-    ports = range(settings.ec_port, settings.ec_port + settings.data_parallel_size)
-    return tuple(f"tcp://{bracketed}:{port}" for port in ports)
+    return tuple(f"tcp://{bracketed}:{port}" for port in _ec_ports(settings))
+
+
+def _ec_ports(settings: EcConsumerSettings) -> range:
+    return range(settings.ec_port, settings.ec_port + settings.data_parallel_size)
