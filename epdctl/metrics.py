@@ -107,6 +107,12 @@ class WorkerMetrics:
         self.cache_evictions = Counter(
             "epdctl_cache_evictions_total", "Embeddings evicted from the cache.", ["tier"], registry=r
         )
+        self.store_publications = Counter(
+            "epdctl_store_publications_total",
+            "Embeddings offered to the shared store, by what became of them.",
+            ["outcome"],
+            registry=r,
+        )
         self.steps = Counter("epdctl_steps_total", "Forward steps of the language engine.", registry=r)
         self.step_seconds = Histogram(
             "epdctl_step_seconds",

@@ -136,6 +136,23 @@ class EncodeSettings(WorkerSettings):
         ge=MIB,
         description="Embedding cache of each engine: the memory that Mooncake reads from.",
     )
+    cache_dram_bytes: int = Field(
+        0, ge=0, description="Memory of each engine for embeddings that left --cache-bytes; 0 keeps none."
+    )
+    mooncake_store: str | None = Field(
+        None,
+        description="HOST:PORT of a mooncake_master: a store of embeddings that encode workers share. "
+        "Default: none.",
+    )
+    mooncake_store_segment_bytes: int = Field(
+        256 * MIB, ge=0, description="Memory that each engine lends to the store; 0 only uses that of others."
+    )
+    mooncake_store_buffer_bytes: int = Field(
+        64 * MIB, ge=MIB, description="Memory to exchange embeddings with the store; larger ones stay out."
+    )
+    mooncake_store_timeout: float = Field(
+        0.2, gt=0, description="Seconds to wait for the store before the tower runs instead."
+    )
     max_batch_tokens: int = Field(8192, ge=1, description="Most embedding rows in one forward.")
     max_batch_items: int = Field(16, ge=1, description="Most items in one forward.")
     max_item_tokens: int = Field(16384, ge=1, description="Most embedding rows of one item.")
@@ -162,6 +179,15 @@ class EncodeSettings(WorkerSettings):
     allowed_local_media_path: Path | None = Field(
         None, description="Folder that file:// URLs may name files in. Default: none may."
     )
+
+    @field_validator("mooncake_store")
+    @classmethod
+    def _store(cls, value: str | None) -> str | None:
+        if value is not None:
+            host, _, port = value.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise ValueError(f"'{value}' is not HOST:PORT, such as 10.0.0.9:50051")
+        return value
 
     @model_validator(mode="after")
     def _check(self) -> EncodeSettings:

@@ -15,6 +15,7 @@ Rules of this file: book-keeping only, the bytes are elsewhere.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +47,10 @@ class Entry:
 class EmbeddingCache:
     """Entries by key, least recently used first."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, *, on_evict: Callable[[Entry], None] | None = None) -> None:
+        """`on_evict` hears of each entry that makes room for another one, while its bytes are still there."""
         self._arena = arena
+        self._on_evict = on_evict
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         self.evictions = 0
         self.nbytes = 0
@@ -60,6 +63,10 @@ class EmbeddingCache:
         """Return whether an embedding of `nbytes` could ever be held."""
         return 0 < nbytes <= self._arena.nbytes
 
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether `reserve` would find room for `nbytes` now."""
+        return self.fits(nbytes) and nbytes <= self._arena.largest_reach()
+
     def get(self, key: str) -> Entry | None:
         """Return the ready entry of `key`, and count that as a use."""
         entry = self._entries.get(key)
@@ -71,14 +78,16 @@ class EmbeddingCache:
     def reserve(self, key: str, nbytes: int) -> Entry | None:
         """Make room for `key` and return its entry, pinned once for its writer; None when there is no room.
 
-        The caller fills the bytes and then calls `publish`, or `drop`. A key has one entry at a time.
+        Nothing is evicted when even that would make no room. The caller fills the bytes and then calls
+        `publish`, or `drop`. A key has one entry at a time.
         """
         if key in self._entries:
             raise ValueError("the key has an entry already")
         region = self._arena.allocate(nbytes)
+        if region is None and not self.has_room(nbytes):
+            return None
         while region is None:
-            if not self._evict_oldest():
-                return None
+            self._evict_oldest()
             region = self._arena.allocate(nbytes)
         entry = Entry(key, region)
         self._entries[key] = entry
@@ -119,10 +128,9 @@ class EmbeddingCache:
         if entry.dropped and entry.pins == 0:
             self._arena.free(entry.region)
 
-    def _evict_oldest(self) -> bool:
-        for entry in self._entries.values():
-            if entry.pins == 0 and entry.facts is not None:
-                self.drop(entry)
-                self.evictions += 1
-                return True
-        return False
+    def _evict_oldest(self) -> None:
+        oldest = next(e for e in self._entries.values() if e.pins == 0 and e.facts is not None)
+        if self._on_evict is not None:
+            self._on_evict(oldest)
+        self.drop(oldest)
+        self.evictions += 1

@@ -1,8 +1,8 @@
 """The encode engine process: who asks for what, who gets pixels, who gets the embedding.
 
-Life of an item: `encode` arrives -> cache hit: delivered at once / under way: waits / else its front is asked
-for pixels -> `pixels` arrive: queued for the tower -> encoded and cached -> delivered to every call that
-waits.
+Life of an item: `encode` arrives -> cache hit: delivered at once / under way: waits / in a lower tier of
+the cache: brought to the arena / else its front is asked for pixels -> `pixels` arrive: queued for the
+tower -> encoded and cached -> delivered to every call that waits.
 
 Rules of this file: order of steps only; who waits for what is in `flights`, what runs next in `scheduler`,
 what stays in `cache`. The tower runs on one thread; everything else is on the event loop, so no locks.
@@ -21,12 +21,14 @@ import msgspec
 
 from epdctl.errors import EngineUnavailable, EpdError, ShuttingDown
 from epdctl.worker.channel import Message, error_message, message
-from epdctl.worker.encode.cache import EmbeddingCache, Entry
+from epdctl.worker.encode.cache import Entry
 from epdctl.worker.encode.checkpoint import checkpoint_identity
 from epdctl.worker.encode.deliveries import Deliveries, DeliveryPolicy, refusal
 from epdctl.worker.encode.flights import Action, AskForPixels, Flights
 from epdctl.worker.encode.messages import Ask, EncodeEngineSettings, Pixels, ReadyFacts
 from epdctl.worker.encode.scheduler import BatchLimits, Scheduler
+from epdctl.worker.encode.store import StoredValue
+from epdctl.worker.encode.tier_stack import StackEvents, TierStack
 from epdctl.worker.encode.tower_queue import QueueEvents, TowerQueue
 from epdctl.worker.encode.transfer import open_transfer
 from epdctl.worker.encode.vision import Tower
@@ -56,11 +58,14 @@ class EncodeEngine:
         self._tower = await asyncio.get_running_loop().run_in_executor(self._thread, self.load_tower)
         self._memory = HostMemory(self._settings.cache_bytes)
         self._arena = Arena(self._settings.cache_bytes)
-        self._cache = EmbeddingCache(self._arena)
+        events = StackEvents(found=self._looked_up, fits=self._is_ours, room=self._wake)
+        self._tiers = TierStack(self._settings, self._memory, self._arena, self._metrics, events)
+        self._cache = self._tiers.cache
         self._transfer = await open_transfer(self._settings, self._memory, self._metrics)
         self._deliveries = self._new_deliveries()
         self._queue = self._new_queue()
         self._show_gauges()
+        await self._tiers.start()
         self._tasks = [asyncio.create_task(self._queue.run()), asyncio.create_task(self._send_outbox())]
         return msgspec.structs.asdict(self._facts())
 
@@ -86,7 +91,8 @@ class EncodeEngine:
         )
         events = QueueEvents(
             running=self._running,
-            landed=self._landed,
+            landed=self._encoded,
+            settled=self._tiers.settled,
             may_run=lambda: not self._deliveries.is_full,
         )
         return TowerQueue(
@@ -95,6 +101,7 @@ class EncodeEngine:
 
     def _wake(self) -> None:
         self._queue.wake()
+        self._tiers.wake()
 
     def _facts(self) -> ReadyFacts:
         return ReadyFacts(
@@ -111,7 +118,6 @@ class EncodeEngine:
         for state in self._arena.bytes_by_state():
             gauge = self._metrics.arena_bytes.labels(state)
             gauge.set_function(lambda state=state: self._arena.bytes_by_state()[state])  # type: ignore[misc]
-        self._metrics.cache_bytes.labels("l1").set_function(lambda: self._cache.nbytes)
 
     async def handle(self, received: Message) -> None:
         """Take one message of the front."""
@@ -143,7 +149,7 @@ class EncodeEngine:
         await self._outbox.join()
         for task in self._tasks:
             task.cancel()
-        await self._transfer.close()
+        await asyncio.gather(self._tiers.close(), self._transfer.close())
 
     def _ask(self, call_id: str, ask: Ask) -> None:
         if self._stopping or self._deliveries.is_full:
@@ -157,6 +163,8 @@ class EncodeEngine:
         self._asks[call_id] = ask
         joined = self._flights.ask(call_id, ask.key)
         self._metrics.cache_requests.labels("l1", "joined" if joined else "miss").inc()
+        if not joined and self._tiers.lookups.begin(ask.key):
+            self._flights.look(ask.key)
         self._admit()
 
     def _take_pixels(self, call_id: str, pixels: Pixels, frames: Sequence[Any]) -> None:
@@ -166,7 +174,7 @@ class EncodeEngine:
         try:
             self._queue.add(key, memoryview(frames[0]), pixels.layout)
         except EpdError as error:
-            self._landed(key, error)
+            self._landed(key, error, "encoded")
 
     def _leave(self, call_id: str) -> None:
         self._asks.pop(call_id, None)
@@ -192,12 +200,29 @@ class EncodeEngine:
             for call_id in self._flights.run(key):
                 self._deliveries.announce(call_id, self._asks[call_id], nbytes, shape, self._tower.dtype)
 
-    def _landed(self, key: str, result: Entry | EpdError) -> None:
+    def _is_ours(self, value: StoredValue) -> bool:
+        facts, nbytes = value.facts, value.rows.nbytes
+        ours = (self._tower.width, self._tower.dtype, self._tower.nbytes_of(facts.rows))
+        return (facts.width, facts.dtype, nbytes) == ours
+
+    def _looked_up(self, key: str, result: Entry | EpdError | None) -> None:
+        if result is None:
+            self._flights.missed(key)
+            self._admit()
+        else:
+            self._landed(key, result, "cached")
+
+    def _encoded(self, key: str, result: Entry | EpdError) -> None:
+        self._landed(key, result, "encoded")
+        if isinstance(result, Entry):
+            self._tiers.publish(key)
+
+    def _landed(self, key: str, result: Entry | EpdError, source: str) -> None:
         for call_id in self._flights.land(key):
             if isinstance(result, EpdError):
                 self._fail(call_id, result)
             else:
-                self._deliveries.begin(call_id, self._asks.pop(call_id), result, "encoded")
+                self._deliveries.begin(call_id, self._asks.pop(call_id), result, source)
         self._admit()
 
     def _fail(self, call_id: str, error: EpdError) -> None:

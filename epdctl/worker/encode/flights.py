@@ -1,15 +1,17 @@
 """Single flight: items with the same key that are under way run once, whoever asked for them.
 
-A call asks for a key. The first call of a key owns its flight: it is asked for the pixels, once there is room
+A call asks for a key. While lower tiers of the cache are looked through for it (`looking`), nobody is asked
+for anything. Then the first call of a key owns its flight: it is asked for the pixels, once there is room
 for more of them. Calls that come later wait. When the owner's pixels are there the flight is queued for the
 tower; when the tower is done every call of the flight gets the embedding.
 
-    wanted  -> asked -> queued -> (running) -> over
-       ^________|  the owner failed or left: the next call becomes owner and is asked
+    (looking) -> wanted  -> asked -> queued -> (running) -> over
+                    ^________|  the owner failed or left: the next call becomes owner and is asked
 
 Rules of this file: no I/O, no clock; each method returns what the driver has to do. A failure of one call's
 own picture fails that call alone; only the tower's failure on the item itself fails all calls of a flight.
-A flight that nobody waits for is over, unless the tower runs it already: then its result is still cached.
+A flight that nobody waits for is over, unless the tower runs it already, or a tier is looked through: then
+its result is still cached.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from enum import StrEnum
 class Phase(StrEnum):
     """Where a flight is."""
 
+    LOOKING = "looking"
     WANTED = "wanted"
     ASKED = "asked"
     QUEUED = "queued"
@@ -81,6 +84,19 @@ class Flights:
             self._wanted.append(key)
         return joined
 
+    def look(self, key: str) -> None:
+        """Lower tiers are looked through for `key`, just asked for, until `missed` or `land`."""
+        self._flights[key].phase = Phase.LOOKING
+
+    def missed(self, key: str) -> None:
+        """No tier has `key`: its pixels are wanted now, unless nobody waits any more."""
+        flight = self._flights[key]
+        flight.phase = Phase.WANTED
+        if flight.calls:
+            self._wanted.append(key)
+        else:
+            del self._flights[key]
+
     def admit(self, *, room: bool) -> list[Action]:
         """Return the calls to ask for pixels now; none while there is no `room` for more pixels."""
         actions: list[Action] = []
@@ -128,7 +144,7 @@ class Flights:
         if flight.phase is Phase.ASKED and flight.owner == call_id:
             self._asked -= 1
             self._hand_on(flight)
-        if flight.calls or flight.phase is Phase.RUNNING:
+        if flight.calls or flight.phase in (Phase.RUNNING, Phase.LOOKING):
             return []
         del self._flights[key]
         return [Forget(key=key)] if flight.phase is Phase.QUEUED else []

@@ -24,7 +24,7 @@ from epdctl.worker.encode.api import add_encode_routes
 from epdctl.worker.encode.checkpoint import find_checkpoint
 from epdctl.worker.encode.engines import EncodeEngines
 from epdctl.worker.encode.front import EncodeFront, FrontLimits
-from epdctl.worker.encode.messages import EncodeEngineSettings
+from epdctl.worker.encode.messages import EncodeEngineSettings, StoreSettings
 from epdctl.worker.encode.options import PrepareLimits
 from epdctl.worker.encode.reclaim import reclaim
 from epdctl.worker.engine import StartFailed
@@ -133,6 +133,8 @@ def _engine_spec(settings: EncodeSettings, folder: Path, url: str, module: str, 
         host=urlsplit(url).hostname or "127.0.0.1",
         mooncake_protocol=settings.mooncake_protocol,
         transfer_timeout_s=settings.transfer_timeout,
+        cache_dram_bytes=settings.cache_dram_bytes,
+        store=_store(settings),
     )
     return EngineSpec(
         name=f"encode-{number}",
@@ -141,6 +143,17 @@ def _engine_spec(settings: EncodeSettings, folder: Path, url: str, module: str, 
         environment=settings.engine_environment,
         log_format=settings.log_format,
         log_level=settings.log_level,
+    )
+
+
+def _store(settings: EncodeSettings) -> StoreSettings | None:
+    if settings.mooncake_store is None:
+        return None
+    return StoreSettings(
+        address=settings.mooncake_store,
+        segment_bytes=settings.mooncake_store_segment_bytes,
+        buffer_bytes=settings.mooncake_store_buffer_bytes,
+        timeout_s=settings.mooncake_store_timeout,
     )
 
 

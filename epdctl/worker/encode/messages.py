@@ -17,6 +17,15 @@ import msgspec
 from epdctl.worker.encode.layout import ItemLayout
 
 
+class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The shared store: its master, memory lent to it, memory to read through, seconds of a look-up."""
+
+    address: str
+    segment_bytes: int
+    buffer_bytes: int
+    timeout_s: float
+
+
 class EncodeEngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one encode engine process."""
 
@@ -33,6 +42,8 @@ class EncodeEngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     mooncake_protocol: str
     transfer_timeout_s: float = 8.0
+    cache_dram_bytes: int = 0
+    store: StoreSettings | None = None
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ pile up without a place; space comes back when deliveries end. What runs is neve
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -38,11 +38,15 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueEvents:
-    """Who is told: `running` (keys, rows) before a forward, `landed` with each result; `may_run` is asked."""
+    """Who is told: `running` (keys, rows) before a forward, `landed` with each result.
+
+    `may_run` is asked before a batch, and `settled` is awaited before anything is written where it reserved.
+    """
 
     running: Callable[[Sequence[tuple[str, int]]], None]
     landed: Callable[[str, Entry | EpdError], None]
     may_run: Callable[[], bool]
+    settled: Callable[[], Awaitable[None]]
 
 
 class TowerQueue:
@@ -142,20 +146,19 @@ class TowerQueue:
     def _reserve_batch(self) -> list[tuple[str, Entry]]:
         """Return the next batch with its arena space; items without space go back to the front."""
         keys = self._scheduler.next_batch()
-        evicted = self._cache.evictions
         batch: list[tuple[str, Entry]] = []
         for key in keys:
             entry = self._cache.reserve(key, self._tower.nbytes_of(self._waiting[key].layout.rows))
             if entry is None:
                 break
             batch.append((key, entry))
-        self._metrics.cache_evictions.labels("l1").inc(self._cache.evictions - evicted)
         left = [(key, self._waiting[key].layout) for key in keys[len(batch) :]]
         self._scheduler.put_back([(key, layout.rows, layout.forward_group) for key, layout in left])
         return batch
 
     async def _run_batch(self, batch: list[tuple[str, Entry]]) -> None:
         self._events.running([(key, self._waiting[key].layout.rows) for key, _ in batch])
+        await self._events.settled()
         loop = asyncio.get_running_loop()
         self._busy_since = begun = loop.time()
         for key, _ in batch:

@@ -61,6 +61,7 @@ class Arena:
         self._gap_at: dict[int, int] = {0: self.nbytes}
         self._gap_ending_at: dict[int, int] = {self.nbytes: 0}
         self._bytes = {"free": self.nbytes, "used": 0, "pinned": 0, "quarantined": 0}
+        self._held: dict[int, int] = {}
 
     def allocate(self, nbytes: int) -> Region | None:
         """Return a region of at least `nbytes`, or None when no gap is large enough."""
@@ -86,6 +87,7 @@ class Arena:
         if slot.pins:
             raise ArenaMisuse(f"the region at {region.offset} is pinned {slot.pins} times")
         del self._slots[region.offset]
+        self._held.pop(region.offset, None)
         self._move(region.size, slot.state, "free")
         self._add_gap(region.offset, region.size)
 
@@ -123,6 +125,14 @@ class Arena:
         """The largest allocation that would succeed now."""
         return self._gaps[-1][0] if self._gaps else 0
 
+    def largest_reach(self) -> int:
+        """Return the largest allocation that would succeed if all unpinned regions were freed."""
+        largest = end = 0
+        for offset in sorted(self._held):
+            largest = max(largest, offset - end)
+            end = offset + self._held[offset]
+        return max(largest, self.nbytes - end)
+
     def _slot(self, region: Region) -> _Slot:
         slot = self._slots.get(region.offset)
         if slot is None or slot.region != region:
@@ -132,6 +142,10 @@ class Arena:
     def _change(self, slot: _Slot, *, pins: int, quarantined: bool = False) -> None:
         before = slot.state
         slot.pins, slot.quarantined = pins, quarantined
+        if slot.state == "used":
+            self._held.pop(slot.region.offset, None)
+        else:
+            self._held[slot.region.offset] = slot.region.size
         self._move(slot.region.size, before, slot.state)
 
     def _move(self, size: int, before: str, after: str) -> None:

@@ -28,6 +28,9 @@ _DEFAULTS = {
     "MC_TCP_SLICE_SIZE": str(2**20),
     # A consumer restarted on the same port is otherwise unreachable for ever: its descriptor is cached.
     "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "2",
+    # A store whose master hangs fails after 2 s instead of 30; a client is set up or not, not tried for 90 s.
+    "MC_RPC_TIMEOUT_MS": "2000",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
 }
 
 

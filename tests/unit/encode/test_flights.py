@@ -154,3 +154,53 @@ def test_any_history_serves_each_call_once_and_ends_empty() -> None:
 
         assert (waiting, len(flights), flights.calls) == (set(), 0, 0)
         assert len(served) == len(set(served))
+
+
+class TestLooking:
+    """A key that lower tiers of the cache are looked through for."""
+
+    def looking(self, *calls: str) -> Flights:
+        """Return flights in which `calls` wait for "k", which is being looked for."""
+        flights = Flights(max_asked=4)
+        flights.ask(calls[0], "k")
+        flights.look("k")
+        for call in calls[1:]:
+            assert flights.ask(call, "k")
+        return flights
+
+    def test_a_hit_serves_everyone_and_asks_nobody(self) -> None:
+        """Calls that ask during one promotion share it, and none of them sends pixels."""
+        flights = self.looking("a", "b", "c")
+
+        assert flights.admit(room=True) == []
+        assert flights.land("k") == ("a", "b", "c")
+
+    def test_a_miss_asks_the_first(self) -> None:
+        """When no tier has it the first call is asked for its pixels."""
+        flights = self.looking("a", "b")
+
+        flights.missed("k")
+
+        assert asked(flights.admit(room=True)) == ["a"]
+        assert flights.admit(room=True) == []
+
+    def test_leaving_hands_on(self) -> None:
+        """A call that leaves meanwhile takes nobody along, and is not asked later."""
+        flights = self.looking("a", "b")
+
+        assert flights.leave("a") == []
+        flights.missed("k")
+
+        assert asked(flights.admit(room=True)) == ["b"]
+
+    def test_everybody_leaves(self) -> None:
+        """A look-up that nobody waits for is let end: new calls join it; a miss without calls is over."""
+        flights = self.looking("a")
+        flights.leave("a")
+        assert flights.ask("late", "k")
+        flights.leave("late")
+
+        flights.missed("k")
+
+        assert flights.admit(room=True) == []
+        assert (len(flights), flights.calls) == (0, 0)

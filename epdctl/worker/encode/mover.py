@@ -1,0 +1,96 @@
+"""Copies embeddings between the arena, host memory and the store's buffers, on one thread, in order.
+
+    mover = Mover(memory)
+    mover.demote(slot, region)              # arena -> slot
+    await mover.settled()                   # every demotion asked for so far has been copied
+    await mover.promote(slot, region)       # slot -> arena; false: the slot never got its rows
+    await mover.fill(rows, region)          # the store's buffer -> arena
+
+Copies run in the order in which they were asked for. So a promotion finds what an earlier demotion copied,
+and writes only where everything that was evicted has been copied out. Whoever else writes into the arena
+awaits `settled` after it reserved.
+
+Rules of this file: moves bytes, decides nothing. `ctypes.memmove` lets other threads run meanwhile; assigning
+to a slice of a memoryview would not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from typing import Protocol
+
+from epdctl.worker.encode.call_thread import CallThread
+from epdctl.worker.encode.dram import Slot
+from epdctl.worker.transfer.arena import Region
+
+
+class ArenaBytes(Protocol):
+    """The memory under the arena."""
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Return writable bytes."""
+        ...
+
+
+class Mover:
+    """See the module."""
+
+    def __init__(self, memory: ArenaBytes) -> None:
+        self._memory = memory
+        self._thread = CallThread("mover")
+        self._demotion: asyncio.Future[bool] | None = None
+
+    def demote(self, slot: Slot, region: Region) -> None:
+        """Copy the rows of `region` into `slot`."""
+        self._demotion = self._thread.submit(self._copy_out, slot, region).future
+
+    async def settled(self) -> None:
+        """Return when every demotion asked for so far has been copied."""
+        await self._end_of(self._demotion)
+
+    async def promote(self, slot: Slot, region: Region) -> bool:
+        """Copy the rows of `slot` into `region`; return whether it had any. Not to be cancelled."""
+        return await self._thread.submit(self._copy_in, slot, region).future
+
+    async def fill(self, rows: memoryview, region: Region) -> None:
+        """Copy `rows` into `region`. Not to be cancelled."""
+        await self._thread.submit(copy, rows, self._view(region)).future
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._thread.close()
+
+    async def _end_of(self, future: asyncio.Future[bool] | None) -> None:
+        if future is not None and not future.done():
+            await asyncio.wait({future})
+
+    def _copy_out(self, slot: Slot, region: Region) -> bool:
+        """Give `slot` its rows; false (and no rows) when there is no memory for them."""
+        try:
+            rows = bytearray(region.nbytes)
+        except MemoryError:
+            return False
+        copy(self._view(region), memoryview(rows))
+        slot.rows = rows
+        return True
+
+    def _copy_in(self, slot: Slot, region: Region) -> bool:
+        if slot.rows is None:
+            return False
+        copy(memoryview(slot.rows), self._view(region))
+        return True
+
+    def _view(self, region: Region) -> memoryview:
+        return self._memory.view(region.offset, region.nbytes)
+
+
+def copy(source: memoryview, target: memoryview) -> None:
+    """Copy the bytes of `source` to the start of `target`, other threads running meanwhile; both writable."""
+    if source.nbytes > target.nbytes:
+        raise ValueError(f"{source.nbytes} bytes do not fit into {target.nbytes}")
+    ctypes.memmove(_address(target), _address(source), source.nbytes)
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
