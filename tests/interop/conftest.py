@@ -23,6 +23,7 @@ from tests.interop.scenarios import MediaUrl, scenarios
 
 # Neighbours share vLLM instances, so that few have to start.
 ORDER = (
+    "test_pictures",
     "test_a_mooncake",
     "test_faults_mooncake",
     "test_b_our_encoder",

@@ -57,9 +57,11 @@ def _upright(picture: Image.Image) -> Image.Image:
 
 
 def _to_rgb(picture: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+    if picture.mode == "RGB":  # with a transparent colour too: vLLM leaves it as it is
+        return picture
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
         layered = picture.convert("RGBA")
         flat = Image.new("RGB", layered.size, background)
         flat.paste(layered, mask=layered.getchannel("A"))
         return flat
-    return picture if picture.mode == "RGB" else picture.convert("RGB")
+    return picture.convert("RGB")

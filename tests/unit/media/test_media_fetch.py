@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import os
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,15 +47,22 @@ class Origin:
         if what == "gzip":
             return web.Response(body=b"x", headers={"Content-Encoding": "gzip"})
         if what == "endless":
-            return await self._endless(request)
+            return await self._endless(request, bytes(65536), pause_s=0)
+        if what == "trickle":
+            return await self._endless(request, b"x", pause_s=0.02)
+        if what == "claims-much":
+            return web.Response(body=b"x", headers={"Content-Length": str(10**12)})
+        if what == "wrong-type":
+            return web.Response(body=b"picture", content_type="text/html")
         return web.Response(status=404, body=b"secret page")
 
-    async def _endless(self, request: web.Request) -> web.StreamResponse:
+    async def _endless(self, request: web.Request, piece: bytes, *, pause_s: float) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
         try:
             while True:
-                await response.write(bytes(65536))
+                await response.write(piece)
+                await asyncio.sleep(pause_s)
         except ConnectionError:
             return response
 
@@ -140,7 +149,29 @@ async def test_name_that_changes_its_address_gains_nothing(
     assert served.requests == []
 
 
-@pytest.mark.parametrize("target", ["http://127.0.0.1:{port}/ok", "http://[::ffff:127.0.0.1]:{port}/ok"])
+async def test_one_inner_address_among_public_ones_refuses_the_name(
+    origin: tuple[Origin, int], fetcher: Build
+) -> None:
+    """A name with a public and an inner address is refused: no address of it is connected to."""
+    served, port = origin
+
+    for addresses in (["8.8.8.8", "127.0.0.1"], ["127.0.0.1", "8.8.8.8"], ["8.8.8.8", "::1"]):
+        with pytest.raises(MediaUnavailable, match="--allowed-media-domains"):
+            await fetcher(answers=[addresses]).fetch(f"http://{HOST}:{port}/ok")
+
+    assert served.requests == []
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "http://127.0.0.1:{port}/ok",
+        "http://[::ffff:127.0.0.1]:{port}/ok",
+        "http://169.254.169.254/latest",
+        "http://another.example:{port}/ok",
+        "//another.example:{port}/ok",
+    ],
+)
 async def test_redirect_is_checked_like_a_first_url(
     origin: tuple[Origin, int], fetcher: Build, target: str
 ) -> None:
@@ -179,7 +210,9 @@ async def test_redirects_are_followed_up_to_their_limit(origin: tuple[Origin, in
     [
         ("missing", "status 404"),
         ("endless", "larger than 1000 bytes"),
+        ("claims-much", "larger than 1000 bytes"),
         ("slow", "within 0.3 s"),
+        ("trickle", "within 0.3 s"),
         ("gzip", "compressed"),
     ],
 )
@@ -190,11 +223,34 @@ async def test_fetch_that_cannot_end_well_fails_in_time(
     _, port = origin
 
     with pytest.raises(MediaUnavailable, match=text) as failure:
-        await fetcher(rules=LISTED, timeout_s=0.3 if path == "slow" else 5.0).fetch(
+        await fetcher(rules=LISTED, timeout_s=0.3 if path in ("slow", "trickle") else 5.0).fetch(
             f"http://{HOST}:{port}/{path}?token=secret"
         )
 
     assert "secret" not in failure.value.message
+
+
+async def test_type_that_a_server_claims_says_nothing(origin: tuple[Origin, int], fetcher: Build) -> None:
+    """What the bytes are is found out from the bytes, as vLLM does."""
+    _, port = origin
+
+    assert await fetcher(rules=LISTED).fetch(f"http://{HOST}:{port}/wrong-type") == b"picture"
+
+
+async def test_look_up_that_hangs_ends_in_time() -> None:
+    """The time limit holds for the look-up of the name too."""
+
+    async def hang(host: str, port: int) -> Sequence[str]:
+        await asyncio.Event().wait()
+        return []
+
+    with ThreadPoolExecutor(1) as threads:
+        media = MediaFetcher(MediaLimits(max_bytes=10, timeout_s=0.2), threads, lookup=hang)
+        try:
+            with pytest.raises(MediaUnavailable, match=r"within 0\.2 s"):
+                await media.fetch(f"http://{HOST}/x")
+        finally:
+            await media.close()
 
 
 async def test_host_that_is_not_there_fails_without_details(fetcher: Build) -> None:
@@ -260,7 +316,11 @@ def shared(tmp_path: Path) -> Path:
     (root / "link-in").symlink_to(root / "in" / "a b.png")
     (root / "link-out").symlink_to(tmp_path / "outside" / "key")
     (root / "dir-out").symlink_to(tmp_path / "outside")
+    (root / "link-to-device").symlink_to("/dev/zero")
     os.mkfifo(root / "pipe")
+    # Bound by a short name: a socket's path may have 107 characters at most.
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(root):
+        server.bind("socket")
     return root
 
 
@@ -273,7 +333,19 @@ def test_file_under_the_folder_is_read(shared: Path, name: str, start: str) -> N
 
 @pytest.mark.parametrize(
     "name",
-    ["link-out", "dir-out/key", "../outside/key", "in/%2e%2e/%2e%2e/outside/key", "missing", "in", "pipe"],
+    [
+        "link-out",
+        "dir-out/key",
+        "../outside/key",
+        "in/%2e%2e/%2e%2e/outside/key",
+        "in/%252e%252e/%252e%252e/outside/key",
+        "..%2foutside%2fkey",
+        "missing",
+        "in",
+        "pipe",
+        "link-to-device",
+        "socket",
+    ],
 )
 def test_file_outside_the_folder_is_refused(shared: Path, name: str) -> None:
     """Links and dots that lead out, folders and pipes are refused, and all refusals read the same."""
@@ -282,6 +354,23 @@ def test_file_outside_the_folder_is_refused(shared: Path, name: str) -> None:
 
     expected = "the file URL names no readable file under --allowed-local-media-path"
     assert failure.value.message == expected
+
+
+@pytest.mark.parametrize("name", ["zero", "null", "fd/0"])
+def test_device_is_no_file(name: str) -> None:
+    """Devices are refused where the folder itself is full of them."""
+    with pytest.raises(MediaUnavailable, match="no readable file"):
+        read_local_file(f"file:///dev/{name}", Path("/dev"), 1000)
+
+
+def test_neighbour_with_the_folders_name_is_outside(shared: Path) -> None:
+    """A folder whose name begins like the allowed one's is another folder."""
+    other = shared.with_name("shared-not")
+    other.mkdir()
+    (other / "key").write_bytes(b"secret")
+
+    with pytest.raises(MediaUnavailable, match="no readable file"):
+        read_local_file(f"file://{other}/key", shared, 1000)
 
 
 def test_files_are_refused_without_a_folder(shared: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import tracemalloc
 import zlib
 
 import pytest
@@ -152,6 +153,59 @@ def test_bomb_is_refused_by_its_header(side: int) -> None:
     """A file that claims more pixels than allowed is refused before any is decoded."""
     with pytest.raises(MediaUnavailable, match="more than 1000000 pixels"):
         decode_picture(png_of(side, 1000 if side == 1001 else side), max_pixels=LIMIT)
+
+
+def claiming(form: str) -> bytes:
+    """Return a small file in `form` whose header claims 20,000 x 20,000 pixels."""
+    data = bytearray(encoded(Image.new("RGB", (16, 16)), form))
+    if form == "GIF":
+        data[6:10] = struct.pack("<HH", 20_000, 20_000)
+    elif form == "BMP":
+        data[18:26] = struct.pack("<ii", 20_000, 20_000)
+    elif form == "WEBP":
+        start = data.index(b"\x9d\x01\x2a") + 3
+        data[start : start + 4] = struct.pack("<HH", 16_000, 16_000)
+    elif form == "JPEG":
+        start = data.index(b"\xff\xc0") + 5
+        data[start : start + 4] = struct.pack(">HH", 20_000, 20_000)
+    else:
+        for tag in (0x0100, 0x0101):
+            start = data.index(struct.pack("<HHI", tag, 4, 1))
+            data[start : start + 12] = struct.pack("<HHII", tag, 4, 1, 20_000)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("form", ["GIF", "BMP", "WEBP", "JPEG", "TIFF"])
+def test_bomb_of_each_format_is_refused(form: str) -> None:
+    """Whatever the format, the size that the header claims is checked before a pixel is decoded."""
+    with pytest.raises(MediaUnavailable, match="more than 1000000 pixels"):
+        decode_picture(claiming(form), max_pixels=LIMIT)
+
+
+def test_bomb_in_a_text_chunk_is_refused() -> None:
+    """Text that unpacks to 100 MB inside a small PNG is not unpacked."""
+    text = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(100_000_000)))
+    whole = encoded(Image.new("RGB", (4, 4)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(MediaUnavailable):
+            decode_picture(whole[:33] + text + whole[33:], max_pixels=LIMIT)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+@pytest.mark.parametrize("part", [0.05, 0.5])
+def test_truncated_file_is_refused(form: str, part: float) -> None:
+    """Of no format is a half-received file taken for a picture."""
+    noise = Image.effect_noise((64, 64), 80).convert("RGB")
+    data = encoded(noise, form)
+
+    with pytest.raises(EpdError) as failure:
+        decode_picture(data[: int(len(data) * part)], max_pixels=LIMIT)
+
+    assert failure.value.http_status == 400
 
 
 def test_single_pixel_is_a_picture() -> None:
