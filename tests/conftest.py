@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,16 @@ HAS_WORKER_EXTRA = all(find_spec(name) is not None for name in ("torch", "transf
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--full`, which runs the long variants too."""
     parser.addoption("--full", action="store_true", help="run the tests marked full too: soaks, large models")
+
+
+def pytest_configure() -> None:
+    """Let the processes that tests start see Ctrl-C, also where this one runs in a shell's background.
+
+    A shell lets what it starts with `&` ignore SIGINT, children inherit that, and a shell script among them
+    cannot take it back.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -2,7 +2,8 @@
 
 Rules of this file: one cursor file per user serialises all test processes of the machine, so that two of
 them do not pick the same port in the moment before either listens; outgoing connections cannot take one of
-these ports either, because they use 32768 and above.
+these ports either, because they use 32768 and above. Mooncake listens on random ports from 15000 to 17000, so
+tests begin above those.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import socket
 import tempfile
 from pathlib import Path
 
-FIRST_PORT, LAST_PORT = 12_000, 32_000
+FIRST_PORT, LAST_PORT = 17_001, 32_000
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -44,7 +45,7 @@ def _read_cursor(descriptor: int) -> int:
     text = os.read(descriptor, 16)
     if not text.strip().isdigit():
         return random.randrange(FIRST_PORT, LAST_PORT)
-    return int(text)
+    return max(FIRST_PORT, int(text))
 
 
 def _write_cursor(descriptor: int, port: int) -> None:
