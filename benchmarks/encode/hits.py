@@ -60,12 +60,19 @@ def copy_ms(nbytes: int) -> float:
     return statistics.median(seconds) * 1e3
 
 
-async def cache_hits(folder: Path, sides: tuple[int, int], hits: int) -> dict[str, Any]:
+async def hits_on(
+    one: Worker, session: aiohttp.ClientSession, sides: tuple[int, int], hits: int
+) -> dict[str, Any]:
     """Return the figures of a small and a large picture, and what a copy of the large embedding costs."""
-    async with (
-        worker(folder, "--dtype", "float32", *_CACHE_FLAGS) as one,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session,
-    ):
-        small, large = [await _hits(one, session, side, hits) for side in sides]
+    small, large = [await _hits(one, session, side, hits) for side in sides]
     embedding = int(large["cached_bytes"] - small["cached_bytes"])
     return {"small": small, "large": large, "large_bytes": embedding, "large_copy_ms": copy_ms(embedding)}
+
+
+async def cache_hits(folder: Path, sides: tuple[int, int], hits: int, device: str = "cpu") -> dict[str, Any]:
+    """Measure hits on a worker of the checkpoint in `folder`."""
+    async with (
+        worker(folder, "--dtype", "float32", "--device", device, *_CACHE_FLAGS) as one,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session,
+    ):
+        return await hits_on(one, session, sides, hits)
