@@ -211,6 +211,18 @@ class ConsumerFull(EpdError):
     http_status, code, type, fault = 503, "consumer_full", "upstream_error", Fault.UPSTREAM
 
 
+class StorageUnavailable(EpdError):
+    """The shared folder for embeddings is gone, unwritable, or failing."""
+
+    http_status, code, type, fault = 503, "storage_unavailable", "upstream_error", Fault.UPSTREAM
+
+
+class StorageFull(EpdError):
+    """The shared folder for embeddings has no space, or a quota or limit was reached."""
+
+    http_status, code, type, fault = 507, "storage_full", "upstream_error", Fault.UPSTREAM
+
+
 class UpstreamTimeout(EpdError):
     """An instance did not answer within its stage's deadline."""
 

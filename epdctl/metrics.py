@@ -73,9 +73,7 @@ class WorkerMetrics:
         self.ec_transfers = Counter(
             "epdctl_ec_transfers_total", "Embedding transfers ended.", ["side", "outcome"], registry=r
         )
-        self.ec_bytes = Counter(
-            "epdctl_ec_bytes_total", "Embedding bytes moved by Mooncake.", ["side"], registry=r
-        )
+        self.ec_bytes = Counter("epdctl_ec_bytes_total", "Embedding bytes moved.", ["side"], registry=r)
         self.ec_seconds = Histogram(
             "epdctl_ec_seconds",
             "Time of an embedding transfer.",

@@ -15,6 +15,7 @@
 #   NUM_PROMPTS 100       LOG_PATH .run/launch_1e1p1d    TIMEOUT_SECONDS 300
 #   DYNAMIC_REGISTRATION  1: register over HTTP with ADMIN_API_KEY (made up when not given); 0: static URLs
 #   EC_SHARED_STORAGE_PATH  folder of ECExampleConnector (ENGINE=vllm); emptied first, so it must be ours
+#   DATA_PARALLEL_SIZE_E 1  engines of a bundled encode worker, with as many devices in GPU_E (0,1)
 # and besides: ENGINE (bundled, vllm), EC_PORT 14579, QUESTION, KEEP 1 (stay up after the last request); with ENGINE=vllm those of launch_vllm.sh.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch_lib.sh"

@@ -15,6 +15,7 @@ PROXY_URL=http://$HOST:$PROXY_PORT
 EC_PORT=${EC_PORT:-14579}                       # control port of the embeddings' consumer
 NUM_PROMPTS=${NUM_PROMPTS:-100}
 MAX_NUM_SEQS=${MAX_NUM_SEQS:-128}
+DATA_PARALLEL_SIZE_E=${DATA_PARALLEL_SIZE_E:-1} # engines of a bundled encode worker; GPU_E names a device for each
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-}                # empty: what the checkpoint allows
 TIMEOUT_SECONDS=${TIMEOUT_SECONDS:-300}         # until everything is healthy
 DYNAMIC_REGISTRATION=${DYNAMIC_REGISTRATION:-1} # 0: the proxy gets the URLs as flags
@@ -93,7 +94,7 @@ start_worker() { # KIND PORT DEVICE FLAGS...
   local kind=$1 port=$2 device=$3
   shift 3
   if [ "$kind" = encode ]; then
-    set -- --allowed-local-media-path "$ROOT/examples" "$@"
+    set -- --allowed-local-media-path "$ROOT/examples" --data-parallel-size "$DATA_PARALLEL_SIZE_E" "$@"
   elif [ -n "$MAX_MODEL_LEN" ]; then
     set -- --max-model-len "$MAX_MODEL_LEN" "$@"
   fi

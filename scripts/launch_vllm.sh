@@ -5,9 +5,11 @@
 #   KV_CONNECTOR     NixlConnector, for separate prefill and decode
 #   GPU_MEMORY_UTILIZATION_E 0.01, _PD _P _D 0.7     DTYPE (float32 on a CPU, else vLLM's choice)
 #   KV_CACHE_MEMORY_BYTES 268435456                  on a CPU only
+#   ENCODE_ENGINE vllm                               bundled: our encode worker in front of vLLM consumers
 #   EC_BUFFER_SIZE 268435456                         bytes of each side's buffer, with ECMooncakeConnector
 
 EC_CONNECTOR=${EC_CONNECTOR:-ECExampleConnector}
+ENCODE_ENGINE=${ENCODE_ENGINE:-$ENGINE}
 KV_CONNECTOR=${KV_CONNECTOR:-NixlConnector}
 EC_SHARED_STORAGE_PATH=${EC_SHARED_STORAGE_PATH:-/tmp/ec_cache}
 GPU_MEMORY_UTILIZATION_E=${GPU_MEMORY_UTILIZATION_E:-0.01}
@@ -25,6 +27,10 @@ choose_engine() {
   case $ENGINE in
   bundled | vllm) ;;
   *) usage_error "ENGINE=$ENGINE: use bundled or vllm" ;;
+  esac
+  case $ENCODE_ENGINE in
+  "$ENGINE" | bundled) ;;
+  *) usage_error "ENCODE_ENGINE=$ENCODE_ENGINE: use bundled, or leave it out; ENGINE is $ENGINE" ;;
   esac
   case $EC_CONNECTOR in
   ECExampleConnector | ECMooncakeConnector) ;;
@@ -67,15 +73,18 @@ vllm_environment() { # one NAME=VALUE a line
 }
 
 ec_config() { # ec_producer | ec_consumer -> the JSON of --ec-transfer-config
-  local device=$DEVICE_PLATFORM protocol=${MOONCAKE_PROTOCOL:-rdma}
+  local device=$DEVICE_PLATFORM
   if [ "$EC_CONNECTOR" = ECExampleConnector ]; then
     printf '{"ec_connector": "ECExampleConnector", "ec_role": "%s", "ec_connector_extra_config": {"shared_storage_path": "%s"}}' \
       "$1" "$EC_SHARED_STORAGE_PATH"
     return
   fi
-  if [ "$DEVICE_PLATFORM" = cpu ]; then protocol=tcp; fi
   printf '{"ec_connector": "ECMooncakeConnector", "ec_role": "%s", "ec_ip": "%s", "ec_port": %s, "ec_buffer_device": "%s", "ec_buffer_size": %s, "ec_connector_extra_config": {"mooncake_protocol": "%s"}}' \
-    "$1" "$HOST" "$EC_PORT" "$device" "$EC_BUFFER_SIZE" "$protocol"
+    "$1" "$HOST" "$EC_PORT" "$device" "$EC_BUFFER_SIZE" "$(mooncake_protocol)"
+}
+
+mooncake_protocol() {
+  if [ "$DEVICE_PLATFORM" = cpu ]; then printf tcp; else printf '%s' "${MOONCAKE_PROTOCOL:-rdma}"; fi
 }
 
 kv_config() { # kv_producer | kv_consumer -> the JSON of --kv-transfer-config
@@ -102,7 +111,22 @@ serve_vllm() { # NAME PORT DEVICE GPU_MEMORY_UTILIZATION FLAGS...
     --allowed-local-media-path "$ROOT/examples" "$@"
 }
 
+# Our encode worker, with the connector and the data type of the vLLM instances that read its embeddings.
+start_bundled_encode() { # PORT DEVICE
+  local dtype=${DTYPE:-auto}
+  if [ "$DEVICE_PLATFORM" = cpu ]; then dtype=${DTYPE:-float32}; fi
+  local connector=(--ec-connector mooncake --mooncake-protocol "$(mooncake_protocol)")
+  if [ "$EC_CONNECTOR" = ECExampleConnector ]; then
+    connector=(--ec-connector shared-filesystem --shared-storage-path "$EC_SHARED_STORAGE_PATH")
+  fi
+  start_worker encode "$1" "$2" --dtype "$dtype" "${connector[@]}"
+}
+
 start_vllm_encode() { # PORT DEVICE
+  if [ "$ENCODE_ENGINE" = bundled ]; then
+    start_bundled_encode "$1" "$2"
+    return
+  fi
   # Required for an encoder: eager mode, no prefix cache, and a token budget that never limits it.
   serve_vllm encode "$1" "$2" "$GPU_MEMORY_UTILIZATION_E" --no-enable-prefix-caching --max-num-batched-tokens 114688 \
     --ec-transfer-config "$(ec_config ec_producer)"

@@ -113,11 +113,12 @@ class EncodeSettings(WorkerSettings):
     """Run an encode worker: the vision tower of a model, without its language model.
 
     Pictures and videos come in as OpenAI chat requests, embeddings go to EC consumers over Mooncake, as from
-    a vLLM encoder (ECMooncakeConnector).
+    a vLLM encoder (ECMooncakeConnector), or into a folder that they share (ECExampleConnector).
 
     examples:
       epdctl worker encode --model Qwen/Qwen2.5-VL-3B-Instruct --port 8001
       epdctl worker encode --model models/tiny-vlm/qwen2_5_vl --host 127.0.0.1 --register http://127.0.0.1:8000
+      epdctl worker encode --model ./m --ec-connector shared-filesystem --shared-storage-path /mnt/ec
       epdctl worker encode --model ./m --allowed-local-media-path /data/images --max-batch-items 32
     """
 
@@ -127,6 +128,14 @@ class EncodeSettings(WorkerSettings):
         le=64,
         description="Engines, each a process with a cache of its own: one for each device of the kind that "
         "--device names (cuda: cuda:0 and up), or all on the CPU. They share this worker's URL.",
+    )
+    ec_connector: Literal["mooncake", "shared-filesystem"] = Field(
+        "mooncake",
+        description="How embeddings reach consumers: pushed over Mooncake (ECMooncakeConnector), or as files "
+        "in --shared-storage-path (ECExampleConnector), which needs no Mooncake.",
+    )
+    shared_storage_path: Path | None = Field(
+        None, description="Folder for --ec-connector shared-filesystem: consumers' shared_storage_path."
     )
     reply_after: Literal["push", "encode"] = Field(
         "push", description="Answer when the consumer has the embeddings, or as soon as they are encoded."
@@ -197,10 +206,21 @@ class EncodeSettings(WorkerSettings):
             raise ValueError(
                 f"--device {self.device} is one device: with --data-parallel-size name its kind, such as cuda"
             )
+        self._check_connector()
         path = self.allowed_local_media_path
         if path is not None and not path.is_dir():
             raise ValueError(f"--allowed-local-media-path {path}: no such folder")
         return self
+
+    def _check_connector(self) -> None:
+        path = self.shared_storage_path
+        if (self.ec_connector == "shared-filesystem") is not (path is not None):
+            raise ValueError("--ec-connector shared-filesystem and --shared-storage-path need each other")
+        if path is not None and not path.is_dir():
+            raise ValueError(f"--shared-storage-path {path}: no such folder")
+        if path is not None and self.reply_after == "encode":
+            # A consumer of vLLM that is asked for an embedding that is not in the folder yet ends itself.
+            raise ValueError("--reply-after encode does not go with --ec-connector shared-filesystem")
 
     @property
     def engine_devices(self) -> tuple[str, ...]:

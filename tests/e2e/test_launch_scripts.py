@@ -68,7 +68,8 @@ async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
 @pytest.mark.parametrize("script", PORTS)
 async def test_a_local_picture_is_answered(launch: Launch, script: str, registration: str) -> None:
     """From nothing to the answer about a file:// picture, the only line on stdout; nothing stays behind."""
-    process = launch(script, DYNAMIC_REGISTRATION=registration)
+    engines = "2" if script == "launch_1e1pd.sh" else "1"
+    process = launch(script, DYNAMIC_REGISTRATION=registration, DATA_PARALLEL_SIZE_E=engines)
 
     assert await process.wait_exit(200) == 0, process.logs
     assert process.stdout == "red\n"
@@ -102,6 +103,7 @@ async def test_a_worker_that_cannot_start_is_shown(launch: Launch) -> None:
         ({"ENGINE": "other"}, "ENGINE=other"),
         ({"DEVICE_PLATFORM": "abacus"}, "DEVICE_PLATFORM=abacus"),
         ({"EC_CONNECTOR": "Carrier"}, "EC_CONNECTOR=Carrier"),
+        ({"ENCODE_ENGINE": "vllm"}, "ENCODE_ENGINE=vllm"),
     ],
 )
 async def test_a_wrong_variable_is_named(launch: Launch, variables: dict[str, str], named: str) -> None:

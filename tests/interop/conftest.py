@@ -28,6 +28,7 @@ ORDER = (
     "test_faults_mooncake",
     "test_b_our_encoder",
     "test_c_our_prefill_decode",
+    "test_b_our_encoder_folder",
     "test_a_example",
     "test_faults_example",
     "test_f_membership",
@@ -37,7 +38,7 @@ ORDER = (
     "test_e_reference_proxy",
 )
 DEPLOYMENTS = (
-    *("a-mooncake", "a-example", "b", "c", "d", "d-mooncake", "d-mooncake-kv", "e", "f"),
+    *("a-mooncake", "a-example", "b", "b-folder", "c", "d", "d-mooncake", "d-mooncake-kv", "e", "f"),
     *("faults-mooncake", "faults-example"),
 )
 

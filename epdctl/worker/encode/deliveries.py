@@ -28,9 +28,13 @@ from epdctl.worker.transfer.ports import Delivery, PushAnnouncement, Pusher, Pus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeliveryPolicy:
-    """`reply_after_push`: the front hears `done` only when the consumer has the bytes."""
+    """`reply_after_push`: the front hears `done` only when the consumer has the bytes.
+
+    `every_item`: items go to a place, not to a consumer, so each is delivered, whatever its call names.
+    """
 
     reply_after_push: bool
+    every_item: bool = False
     max_deliveries: int = 1024
 
 
@@ -81,11 +85,11 @@ class Deliveries:
 
     def announce(self, call_id: str, ask: Ask, nbytes: int, shape: tuple[int, int], dtype: str) -> None:
         """Ask the consumer for space; how that goes is heard in `begin`."""
-        if ask.consumer_zmq is None or ask.transfer_id is None:
+        if not self._is_delivered(ask):
             return
         announcement = PushAnnouncement(
-            consumer_zmq=ask.consumer_zmq,
-            transfer_id=TransferId(ask.transfer_id),
+            consumer_zmq=ask.consumer_zmq or "",
+            transfer_id=TransferId(ask.transfer_id or ""),
             mm_hash=MmHash(ask.mm_hash),
             nbytes=nbytes,
             shape=shape,
@@ -125,6 +129,9 @@ class Deliveries:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _is_delivered(self, ask: Ask) -> bool:
+        return self._policy.every_item or (ask.consumer_zmq is not None and ask.transfer_id is not None)
+
     def _ended(self, call_id: str, held: _Source) -> None:
         self._tasks.pop(call_id, None)
         if not held.with_pusher:
@@ -140,7 +147,7 @@ class Deliveries:
         done = Done(rows=facts.rows, metadata=facts.metadata, transfer_id=ask.transfer_id, source=source)
         early = message("done", done, call_id=call_id)
         with suppress(EngineUnavailable):  # the front is gone; there is nobody to tell
-            if ask.consumer_zmq is None or ask.transfer_id is None:
+            if not self._is_delivered(ask):
                 await self._send(early)
             elif self._policy.reply_after_push:
                 await self._send(await self._push(call_id, ask, entry, done, held))
@@ -159,7 +166,7 @@ class Deliveries:
         except EpdError as error:
             self._log.warning("push_failed", transfer_id=ask.transfer_id, error_code=error.code)
             return error_message(error, call_id=call_id)
-        delivered = msgspec.structs.replace(done, transfer_id=str(result.transfer_id))
+        delivered = msgspec.structs.replace(done, transfer_id=str(result.transfer_id) or None)
         return message("done", delivered, call_id=call_id)
 
     def _delivery(self, call_id: str, ask: Ask, entry: Entry) -> Delivery:

@@ -80,7 +80,10 @@ class EncodeEngine:
             self._transfer.pusher,
             self._cache,
             self._context.send,
-            policy=DeliveryPolicy(reply_after_push=self._settings.reply_after == "push"),
+            policy=DeliveryPolicy(
+                reply_after_push=self._settings.reply_after == "push",
+                every_item=self._settings.shared_storage_path is not None,
+            ),
             address_of=lambda entry: self._memory.address + entry.region.offset,
             on_room=self._wake,
         )
@@ -133,7 +136,7 @@ class EncodeEngine:
         """Return what troubles the tower, or None; raises RuntimeError when a loop of ours has ended."""
         if any(task.done() for task in self._tasks) and not self._stopping:
             raise RuntimeError("a loop of the encode engine has ended")
-        return self._queue.trouble()
+        return self._queue.trouble() or self._transfer.trouble()
 
     async def stop(self, grace_s: float) -> None:
         """Take nothing new, let the accepted items end within `grace_s`, fail the rest, free everything."""

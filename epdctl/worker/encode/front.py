@@ -31,18 +31,23 @@ from epdctl.worker.encode.reply import EncodedItem
 from epdctl.worker.encode.request import EncodeRequest, MediaPart, parse_encode_request
 from epdctl.worker.media import MediaFetcher, MediaLimits
 from epdctl.worker.supervisor import EngineCall
+from epdctl.worker.transfer.ec_file import check_identifier
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontLimits:
-    """Bounds of the front: items of a request, items accepted in all, what one item may be."""
+    """Bounds of the front: items of a request, items accepted in all, what one item may be.
+
+    With `is_shared_folder` embeddings go into a folder under their identifiers, and to no consumer by name.
+    """
 
     max_items: int
     queue_items: int
     media_threads: int
     prepare: PrepareLimits
+    is_shared_folder: bool = False
 
 
 class EncodeFront:
@@ -96,6 +101,9 @@ class EncodeFront:
         request = parse_encode_request(body, model=self._model, max_items=self._limits.max_items)
         if self._preparer is None or self._fetcher is None:
             raise EngineUnavailable("the image processor is loading", retry_after_s=1)
+        if self._limits.is_shared_folder and request.consumer_zmq is not None:
+            text = "this worker writes embeddings into a shared folder and cannot push them to a consumer"
+            raise InvalidRequest(text, param="ec_transfer_params.consumer_zmq")
         with self._admitted(len(request.parts)):
             contents = await together([self._fetch(part) for part in request.parts])
             asks = self._asks(request, [digest for _, digest in contents])
@@ -127,12 +135,15 @@ class EncodeFront:
         """Return what the engine is asked for each part; raises InvalidRequest for a name used twice."""
         identity = self._identity()
         fallback = uuid.uuid4().hex
-        is_named = request.consumer_zmq is not None or bool(request.named)
+        is_shared = self._limits.is_shared_folder
+        is_named = not is_shared and (request.consumer_zmq is not None or bool(request.named))
         asks: list[Ask] = []
         for part, digest in zip(request.parts, digests, strict=True):
             options = request.options[part.modality].canonical
             key = cache_key(content=digest, modality=part.modality, options=options, identity=identity)
             mm_hash = self._identifier(request, part.modality, part.uuid) if part.uuid else key
+            if is_shared:
+                check_identifier(mm_hash, param=f"{part.param}.uuid")
             named = transfer_id_of(part.index, mm_hash, request.named, fallback)
             transfer_id = named if is_named else None
             asks.append(

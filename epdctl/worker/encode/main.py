@@ -130,6 +130,9 @@ def _engine_spec(settings: EncodeSettings, folder: Path, url: str, module: str, 
         max_asked=2 * settings.media_threads,
         max_pending_pixel_bytes=256 * 1024 * 1024,
         reply_after=settings.reply_after,
+        shared_storage_path=str(settings.shared_storage_path.resolve())
+        if settings.shared_storage_path
+        else None,
         host=urlsplit(url).hostname or "127.0.0.1",
         mooncake_protocol=settings.mooncake_protocol,
         transfer_timeout_s=settings.transfer_timeout,
@@ -169,6 +172,7 @@ def _front_limits(settings: EncodeSettings) -> FrontLimits:
             max_video_pixels=settings.max_video_pixels,
             video_timeout_s=settings.video_timeout,
         ),
+        is_shared_folder=settings.shared_storage_path is not None,
     )
 
 

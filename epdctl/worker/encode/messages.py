@@ -39,6 +39,8 @@ class EncodeEngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_asked: int
     max_pending_pixel_bytes: int
     reply_after: str
+    shared_storage_path: str | None = None
+    """Folder to write embeddings into; None pushes them over Mooncake."""
     host: str
     mooncake_protocol: str
     transfer_timeout_s: float = 8.0

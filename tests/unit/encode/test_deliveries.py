@@ -232,3 +232,25 @@ async def test_absent_front_ends_nothing_badly() -> None:
     await world.settle()
 
     assert (world.pinned, len(world.deliveries)) == (0, 0)
+
+
+async def test_a_place_that_all_items_go_to_needs_no_consumer() -> None:
+    """Into a shared folder an item is delivered whoever asks, and its answer names no transfer."""
+    world = World()
+    world.deliveries._policy = DeliveryPolicy(reply_after_push=True, every_item=True)
+    nobody = Ask(key="k", mm_hash="h")
+    world.deliveries.begin("c", nobody, world.entry, "cached")
+    await world.settle()
+    assert world.sent == []
+
+    outcome = TransferOutcome.DELIVERED
+    world.pusher.end.set_result(
+        PushResult(transfer_id=TransferId(""), outcome=outcome, nbytes_written=16, seconds=0.1)
+    )
+    world.pusher.sources[0].on_free()
+    await world.settle()
+
+    assert world.pusher.announced[0].mm_hash == "h"
+    assert world.sent[0].parse(Done).transfer_id is None
+    assert world.pinned == 0
+    await world.deliveries.close()

@@ -12,6 +12,7 @@ from epdctl.config.worker import EncodeSettings
 pytestmark = pytest.mark.unit
 
 PROG = "epdctl worker encode"
+SHARED = ("--ec-connector", "shared-filesystem", "--shared-storage-path")
 
 
 def load(*arguments: str) -> EncodeSettings:
@@ -39,6 +40,11 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--allowed-local-media-path", "/no/such/folder"), "--allowed-local-media-path"),
         (("--reply-after", "never"), "--reply-after"),
         (("--dtype", "int8"), "--dtype"),
+        (("--ec-connector", "shared-filesystem"), "--shared-storage-path need each other"),
+        (("--shared-storage-path", "."), "--ec-connector shared-filesystem and"),
+        (("--ec-connector", "nfs"), "--ec-connector"),
+        ((*SHARED, "/no/such/folder"), "--shared-storage-path /no/such/folder: no such folder"),
+        ((*SHARED, ".", "--reply-after", "encode"), "--reply-after encode does not go with"),
         (("--data-parallel-size", "0"), "--data-parallel-size"),
         (("--data-parallel-size", "2", "--device", "cuda:1"), "--device cuda:1 is one device"),
         (("--no-such-flag", "1"), "--no-such-flag"),
