@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-TOWER = re.compile(r"(model\.)?visual\.")
+TOWER = re.compile(r"(model\.)?(visual\.|(?=vision_tower\.|multi_modal_projector\.))")
 
 
-def config_of(language_mb: int) -> Any:
-    """Return a Qwen2.5-VL configuration with a tower of 5 M parameters and a language model of that size."""
-    from transformers import Qwen2_5_VLConfig
+def config_of(family: str, language_mb: int) -> Any:
+    """Return a configuration of `family` with a small tower and a language model of that size."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, Qwen2_5_VLConfig
 
     layers = max(1, language_mb // 28)
     text = {
@@ -33,6 +33,11 @@ def config_of(language_mb: int) -> Any:
         "vocab_size": 2048,
         "rope_scaling": {"type": "default", "mrope_section": [16, 24, 24]},
     }
+    if family == "llava":
+        del text["rope_scaling"]
+        tiles = {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 6}
+        clip = CLIPVisionConfig(**tiles, num_hidden_layers=3, image_size=56, patch_size=14)
+        return LlavaConfig(vision_config=clip, text_config=LlamaConfig(**text), dtype="bfloat16")
     vision = {
         "depth": 4,
         "hidden_size": 256,
@@ -44,17 +49,18 @@ def config_of(language_mb: int) -> Any:
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, dtype="bfloat16")
 
 
-def write_checkpoint(folder: Path, language_mb: int) -> tuple[int, int]:
+def write_checkpoint(folder: Path, language_mb: int, family: str = "qwen2_5_vl") -> tuple[int, int]:
     """Write one with `language_mb` of bfloat16 language weights; return the bytes of all and of the tower."""
     from safetensors.torch import save_file
     from transformers import AutoModelForImageTextToText
 
-    config = config_of(language_mb)
+    config = config_of(family, language_mb)
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
     with torch.device("meta"):
         network = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
+    assert any(map(TOWER.match, shapes))
     weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     sizes = {name: weight.nbytes for name, weight in weights.items()}
@@ -69,6 +75,8 @@ def anonymous_bytes() -> int:
 
 def measure(folder: Path) -> dict[str, Any]:
     """Load the tower in float32 and return how RssAnon grew, and the names of the parameters held."""
+    from transformers.models.clip import modeling_clip  # noqa: F401
+    from transformers.models.llava import modeling_llava  # noqa: F401
     from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl  # noqa: F401
 
     from epdctl.worker.encode.vision import Tower

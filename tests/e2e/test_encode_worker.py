@@ -16,7 +16,8 @@ from epdctl.worker.encode.identifier import item_identifier
 from epdctl.worker.encode.layout import Prepared
 from epdctl.worker.encode.options import VideoOptions
 from epdctl.worker.encode.video import VideoLimits
-from epdctl.worker.encode.video_processor import VideoProcessor, read_video_config
+from epdctl.worker.encode.video_config import read_video_config
+from epdctl.worker.encode.video_processor import VideoProcessor
 from tests.e2e.encode_worker import (
     MODELS,
     Consumer,

@@ -20,10 +20,11 @@ MB = 1_000_000
 @pytest.mark.parametrize(
     "language_mb", [90, pytest.param(400, marks=pytest.mark.full)], ids=["90 MB", "400 MB"]
 )
-def test_loading_costs_the_tower_and_no_more(tmp_path: Path, language_mb: int) -> None:
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_loading_costs_the_tower_and_no_more(tmp_path: Path, family: str, language_mb: int) -> None:
     """With float32 cast, private memory grows by less than 1.5 times the tower's float32 bytes, whatever the
     size of the language model; no language parameter is held."""
-    total, tower = write_checkpoint(tmp_path / "model", language_mb)
+    total, tower = write_checkpoint(tmp_path / "model", language_mb, family)
     assert tower < total / 4 if language_mb < 300 else tower < total / 10 < total - 270 * MB
 
     command = [sys.executable, "-m", "tests.e2e.large_checkpoint", "measure", str(tmp_path / "model")]

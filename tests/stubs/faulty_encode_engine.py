@@ -18,6 +18,7 @@ import torch
 from epdctl.errors import EncodeFailed
 from epdctl.worker.encode.engine import EncodeEngine
 from epdctl.worker.encode.layout import ItemLayout
+from epdctl.worker.encode.patch_tower import PatchTower
 from epdctl.worker.encode.vision import Outputs, Tower
 from epdctl.worker.engine import run_engine
 
@@ -29,7 +30,7 @@ def _fault() -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
-class FaultyTower(Tower):
+class FaultyTower(PatchTower):
     """A tower with a switch."""
 
     def encode(self, items: Sequence[tuple[torch.Tensor, ItemLayout]]) -> Outputs:

@@ -15,16 +15,18 @@ from typing import Any
 from epdctl.worker.encode.keys import identity_of
 from epdctl.worker.engine import StartFailed
 
-_TOWER_KEY = re.compile(r"(?:model\.)?visual\.(.+)\Z")
+_PATCH_KEY = re.compile(r"(?:model\.)?visual\.(.+)\Z")
 """`visual.*` in the older layout of Qwen2-VL and Qwen2.5-VL, `model.visual.*` in the newer one."""
+_FEATURE_KEY = re.compile(r"(?:model\.)?((?:vision_tower|multi_modal_projector)\..+|image_newline)\Z")
+"""LLaVA, LLaVA-NeXT and Gemma 3; `model.` only in the newer layout, `vision_model.` only in the older one."""
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt")
 
 
 def tower_name(key: str) -> str | None:
     """Return the tower's own name of the checkpoint tensor `key`, or None for a language tensor."""
-    found = _TOWER_KEY.match(key)
-    return found.group(1) if found else None
+    found = _PATCH_KEY.match(key) or _FEATURE_KEY.match(key)
+    return found.group(1).replace("vision_tower.vision_model.", "vision_tower.", 1) if found else None
 
 
 def find_checkpoint(model: str) -> Path:

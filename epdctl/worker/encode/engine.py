@@ -112,7 +112,6 @@ class EncodeEngine:
             model_identity=checkpoint_identity(Path(self._settings.folder)),
             dtype=self._tower.dtype,
             width=self._tower.width,
-            merge=self._tower.merge,
             parameters=self._tower.parameter_names,
             session=self._transfer.session,
         )

@@ -83,6 +83,5 @@ class ReadyFacts(msgspec.Struct, frozen=True, kw_only=True):
     model_identity: str
     dtype: str
     width: int
-    merge: int
     parameters: list[str]
     session: str

@@ -11,15 +11,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import Image
+from transformers import AutoConfig
 
 from epdctl.errors import UnsupportedMedia
+from epdctl.worker.encode.families import NotServed, feature_family
+from epdctl.worker.encode.feature_processor import FeatureProcessor
+from epdctl.worker.encode.keys import identity_of
 from epdctl.worker.encode.layout import Prepared
 from epdctl.worker.encode.options import ItemOptions, PrepareLimits, VideoOptions
 from epdctl.worker.encode.picture import decode_picture
 from epdctl.worker.encode.processor import ImageProcessor
+from epdctl.worker.encode.video_config import read_video_config
+from epdctl.worker.engine import StartFailed
 
 if TYPE_CHECKING:
     from epdctl.worker.encode.video_processor import VideoProcessor
+
+
+def _image_processor(folder: Path, max_rows: int) -> ImageProcessor | FeatureProcessor:
+    try:
+        family = feature_family(AutoConfig.from_pretrained(folder))
+    except NotServed as error:
+        raise StartFailed(f"{folder}: {error}") from error
+    except (OSError, ValueError, KeyError) as error:
+        raise StartFailed(f"{folder}: config.json cannot be read ({type(error).__name__})") from error
+    if family is None:
+        return ImageProcessor(folder, max_rows)
+    return FeatureProcessor(folder, family, max_rows)
 
 
 class Preparer:
@@ -28,12 +46,12 @@ class Preparer:
     def __init__(self, folder: Path, limits: PrepareLimits) -> None:
         # Pillow's own limit would refuse what --max-image-pixels allows; ours is checked by decode_picture.
         Image.MAX_IMAGE_PIXELS = None
-        self._folder = folder
         self._limits = limits
-        self._images = ImageProcessor(folder, limits.max_rows)
+        self._images = _image_processor(folder, limits.max_rows)
         self._videos: VideoProcessor | None = None
         self._loading = threading.Lock()
-        self.identity = self._images.identity
+        self._video_config = config = read_video_config(folder)
+        self.identity = identity_of(self._images.identity, config.identity if config else None)
 
     def prepare(self, content: bytes, options: ItemOptions | VideoOptions) -> Prepared:
         """Return the pixels of the picture or video in `content`, which of them the options' type tells.
@@ -53,19 +71,18 @@ class Preparer:
         return self._videos.prepare(content, options)
 
     def _load_videos(self) -> VideoProcessor:
+        if self._video_config is None:
+            raise UnsupportedMedia("this model takes no videos")
         try:
             from epdctl.worker.encode.video import VideoLimits
-            from epdctl.worker.encode.video_processor import VideoProcessor, read_video_config
+            from epdctl.worker.encode.video_processor import VideoProcessor
         except ImportError as error:
             text = "this worker decodes no videos: the package opencv-python-headless is missing"
             raise UnsupportedMedia(text) from error
-        config = read_video_config(self._folder)
-        if config is None:
-            raise UnsupportedMedia("this model takes no videos")
         limits = VideoLimits(
             max_frame_pixels=self._limits.max_pixels,
             max_frames=self._limits.max_video_frames,
             max_pixels=self._limits.max_video_pixels,
             timeout_s=self._limits.video_timeout_s,
         )
-        return VideoProcessor(config, limits, self._limits.max_rows)
+        return VideoProcessor(self._video_config, limits, self._limits.max_rows)

@@ -7,6 +7,7 @@ processor's exceptions end here. Runs on threads; the processor object is only r
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy
 import PIL
@@ -18,6 +19,16 @@ from epdctl.worker.encode.keys import identity_of
 from epdctl.worker.encode.layout import PATCHES, ItemLayout, Prepared
 from epdctl.worker.encode.options import ItemOptions
 from epdctl.worker.engine import StartFailed
+
+
+def processor_identity(processor: Any) -> str:
+    """Return a text that changes with anything that changes what `processor` makes of a picture."""
+    facts = processor.to_dict()
+    facts.pop("_processor_class", None)
+    versions = (transformers.__version__, PIL.__version__, numpy.__version__)
+    return identity_of(
+        type(processor).__name__, repr(sorted(facts.items(), key=lambda fact: fact[0])), versions
+    )
 
 
 class ImageProcessor:
@@ -41,11 +52,7 @@ class ImageProcessor:
     @property
     def identity(self) -> str:
         """Changes with anything that changes the patches of a picture."""
-        facts = self._processor.to_dict()
-        facts.pop("_processor_class", None)
-        name = type(self._processor).__name__
-        versions = (transformers.__version__, PIL.__version__, numpy.__version__)
-        return identity_of(name, repr(sorted(facts.items(), key=lambda fact: fact[0])), versions)
+        return processor_identity(self._processor)
 
     def prepare(self, picture: Image.Image, options: ItemOptions) -> Prepared:
         """Return `picture` (mode RGB) cut into patches.

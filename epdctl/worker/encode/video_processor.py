@@ -10,9 +10,6 @@ threads; nothing here changes after it is built.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -23,83 +20,10 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 from epdctl.domain import Modality
 from epdctl.errors import MediaUnavailable, UnsupportedMedia
 from epdctl.worker.encode.frames import FrameChoice, Sampling, Source, choose_frames, timestamps
-from epdctl.worker.encode.keys import identity_of
 from epdctl.worker.encode.layout import PATCHES, ItemLayout, Prepared
 from epdctl.worker.encode.options import VideoOptions
 from epdctl.worker.encode.video import Frames, VideoLimits, decode_video
-
-_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-_SIZES = {
-    Sampling.QWEN2: {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28},
-    Sampling.QWEN3: {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
-}
-"""Defaults of transformers' Qwen2VLVideoProcessor (pixels of a frame) and Qwen3VLVideoProcessor (of all)."""
-_PROCESSORS = {"Qwen2VLVideoProcessor": Sampling.QWEN2, "Qwen3VLVideoProcessor": Sampling.QWEN3}
-_MODELS = {"qwen2_vl": Sampling.QWEN2, "qwen2_5_vl": Sampling.QWEN2, "qwen3_vl": Sampling.QWEN3}
-_STEPS = ("do_resize", "do_rescale", "do_normalize")
-_FILES = ("video_preprocessor_config.json", "preprocessor_config.json")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VideoConfig:
-    """What a checkpoint says of its videos: pixel bounds, patches, and values of one level per channel."""
-
-    kind: Sampling
-    shortest_edge: int
-    longest_edge: int
-    patch: int
-    temporal: int
-    merge: int
-    resample: int
-    levels: numpy.ndarray[Any, numpy.dtype[numpy.float32]]
-    identity: str
-
-
-def read_video_config(folder: Path) -> VideoConfig | None:
-    """Return the video settings of the checkpoint in `folder`, or None when its model takes no videos.
-
-    The files and their order are transformers': `video_processor` in `processor_config.json`, the video
-    processor's own file, the picture processor's.
-    """
-    model = _json(folder / "config.json").get("model_type")
-    facts = _json(folder / "processor_config.json").get("video_processor")
-    if not isinstance(facts, dict):
-        facts = next((found for name in _FILES if (found := _json(folder / name))), {})
-    kind = _PROCESSORS.get(str(facts.get("video_processor_type")), _MODELS.get(str(model)))
-    if model not in _MODELS or kind is None or not all(facts.get(step, True) is True for step in _STEPS):
-        return None
-    size = _SIZES[kind] | {name: edge for name, edge in (facts.get("size") or {}).items() if edge}
-    if kind is Sampling.QWEN2:
-        size["shortest_edge"] = facts.get("min_pixels") or size["shortest_edge"]
-        size["longest_edge"] = facts.get("max_pixels") or size["longest_edge"]
-    is_clip = kind is Sampling.QWEN2
-    mean = facts.get("image_mean") or (_CLIP_MEAN if is_clip else (0.5, 0.5, 0.5))
-    std = facts.get("image_std") or (_CLIP_STD if is_clip else (0.5, 0.5, 0.5))
-    return VideoConfig(
-        kind=kind,
-        shortest_edge=int(size["shortest_edge"]),
-        longest_edge=int(size["longest_edge"]),
-        patch=int(facts.get("patch_size") or (14 if is_clip else 16)),
-        temporal=int(facts.get("temporal_patch_size") or 2),
-        merge=int(facts.get("merge_size") or 2),
-        resample=int(facts.get("resample", Image.Resampling.BICUBIC)),
-        levels=_levels(mean, std, facts.get("rescale_factor", 1 / 255)),
-        identity=identity_of(kind, facts),
-    )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_bytes()) if path.exists() else {}
-    return found if isinstance(found, dict) else {}
-
-
-def _levels(mean: Any, std: Any, scale: float) -> numpy.ndarray[Any, numpy.dtype[numpy.float32]]:
-    """Return `[channels, 256]`: each level rescaled and normalised in one step, as transformers does it."""
-    level = numpy.arange(256, dtype=numpy.float32)
-    shift = numpy.asarray(mean, dtype=numpy.float32)[:, None] / numpy.float32(scale)
-    width = numpy.asarray(std, dtype=numpy.float32)[:, None] / numpy.float32(scale)
-    levels: numpy.ndarray[Any, numpy.dtype[numpy.float32]] = (level - shift) / width
-    return levels
+from epdctl.worker.encode.video_config import VideoConfig
 
 
 class VideoProcessor:

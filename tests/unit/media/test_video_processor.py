@@ -18,7 +18,8 @@ from epdctl.worker.encode.frames import FrameChoice, Sampling, Source, choose_fr
 from epdctl.worker.encode.layout import Prepared
 from epdctl.worker.encode.options import VideoOptions
 from epdctl.worker.encode.video import VideoLimits
-from epdctl.worker.encode.video_processor import VideoProcessor, cut, read_video_config
+from epdctl.worker.encode.video_config import read_video_config
+from epdctl.worker.encode.video_processor import VideoProcessor, cut
 from tests.stubs.videos import clip
 
 pytestmark = [pytest.mark.unit, pytest.mark.worker]
