@@ -1,8 +1,10 @@
 """A model of producers and one consumer that exchange EC messages over a bad network, in virtual time.
 
 Both machines are the real ones; network, transfer engine, memory, clock and crashes are modelled here. The
-model breaks off with `Violation` when bytes land where they may not, a reader sees another item's bytes, or a
-source is released while it is read. Numbers are seconds of virtual time.
+model breaks off with `Violation` when bytes land where they may not, a reader sees another item's bytes, a
+source is released while it is read, a follower has no writer, a refreshed id is refused, or a push is said to
+be delivered that nobody published, ends after its deadline, or leaves a reservation to the consumer's leases
+although all its messages arrived. Numbers are seconds of virtual time.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from dataclasses import dataclass, field
 
 from epdctl.domain import MmHash, TransferId
 from epdctl.ec.protocol import Reservation, ReserveItem
-from epdctl.worker.transfer.arena import Arena
+from epdctl.worker.transfer.arena import Arena, Region
 from epdctl.worker.transfer.items import Item
+from epdctl.worker.transfer.ledger import HELD_BY_WRITER, State
 from epdctl.worker.transfer.notices import LeasePolicy
 from epdctl.worker.transfer.ports import TransferOutcome
 from epdctl.worker.transfer.push import Push
@@ -59,7 +62,7 @@ class Faults:
     aborts: float = 0.1
     consumer_restarts: int = 1
     producer_restarts: int = 1
-    source_delays: tuple[float, ...] = (0.0, 0.5, 3.0, 18.0)
+    source_delays: tuple[float, ...] = (0.0, 0.5, 3.0, 18.0, 0.0, 0.5, 3.0, 18.0, 110.0)
 
 
 @dataclass(eq=False)
@@ -75,6 +78,25 @@ class Producer:
     reading: bool = False
     releases: int = 0
     written_bytes: int = 0
+    ids: set[TransferId] = field(default_factory=set)
+    began_in: str = ""
+    disturbed: bool = False
+    """Whether a message of this push was lost, late or doubled, or a third party meddled with it."""
+    ends_by: float = float("inf")
+    finished_at: float = 0.0
+
+
+class WatchedArena(Arena):
+    """An arena whose freed regions belong to nobody."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.owners: dict[int, str] = {}
+
+    def free(self, region: Region) -> None:
+        """Free it, and forget whose it was."""
+        self.owners.pop(BASE + region.offset, None)
+        super().free(region)
 
 
 class Consumer:
@@ -82,10 +104,9 @@ class Consumer:
 
     def __init__(self, incarnation: int, arena_bytes: int) -> None:
         self.session = f"consumer:{incarnation}"
-        self.arena = Arena(arena_bytes)
+        self.arena = WatchedArena(arena_bytes)
         self.reservations = Reservations(self.arena, session=self.session, base_address=BASE, policy=LEASES)
         self.memory: dict[int, str] = {}
-        self.owners: dict[int, str] = {}
         self.readings: dict[int, tuple[Item, str]] = {}
 
 
@@ -102,6 +123,8 @@ class World:
         self.incarnations = itertools.count(1)
         self.consumer = Consumer(next(self.incarnations), arena_bytes)
         self.producers: list[Producer] = []
+        self.published: set[str] = set()
+        self.refreshed: set[TransferId] = set()
         self.pushes = pushes
 
     def run(self) -> None:
@@ -118,6 +141,7 @@ class World:
             at, _, happen = heapq.heappop(self.queue)
             self.now = at
             happen()
+            self._check_followers()
 
     def at(self, when: float, happen: Callable[[], None]) -> None:
         """Schedule something."""
@@ -142,7 +166,7 @@ class World:
             spare_ids=[TransferId(f"s{number}"), TransferId(f"u{number}")],
             policy=PUSHES,
         )
-        producer = Producer(push, mm_hash, nbytes)
+        producer = Producer(push, mm_hash, nbytes, began_in=self.consumer.session)
         self.producers.append(producer)
         self._do(producer, push.start(self.now))
         self.after(self.random.choice(self.faults.source_delays), lambda: self._source(producer))
@@ -156,6 +180,7 @@ class World:
     def _source(self, producer: Producer) -> None:
         if producer.alive:
             producer.source_given = True
+            producer.ends_by = self.now + PUSHES.deadline_s
             self._do(producer, producer.push.give_source(self.now))
 
     def _abort(self, producer: Producer) -> None:
@@ -175,11 +200,15 @@ class World:
                         raise Violation("a source was released while it is read")
                 case Finish():
                     producer.finishes.append(action)
+                    producer.finished_at = self.now
+                    self._check_finish(producer, action)
                 case Withdraw():
                     pass
         due = producer.push.due_at
         if due is not None:
             self.at(max(due, self.now), lambda: self._tick(producer))
+        if producer.push.is_over:
+            self._check_nothing_left(producer)
 
     def _tick(self, producer: Producer) -> None:
         if producer.alive:
@@ -187,22 +216,24 @@ class World:
 
     def _crash_producers(self) -> None:
         for producer in self.producers:
-            producer.alive = False
+            producer.alive = producer.alive and self._chance(0.5)
 
     # The network
 
     def _send(self, producer: Producer, asked: Exchange) -> None:
         timeout = self.now + CONTROL_TIMEOUT_S
         copies = 2 if self._chance(self.faults.doubled) else 1
+        producer.disturbed |= copies > 1
         for _ in range(copies):
-            if not self._chance(self.faults.lost):
-                self.after(self._delay(), lambda: self._arrive(producer, asked))
+            if self._is_lost(producer):
+                continue
+            self.after(self._delay(producer), lambda: self._arrive(producer, asked))
         self.at(timeout, lambda: self._lost(producer, asked))
 
     def _arrive(self, producer: Producer, asked: Exchange) -> None:
         answer = self._serve(producer, asked)
-        if not self._chance(self.faults.lost):
-            self.after(self._delay(), lambda: self._answered(producer, asked, answer))
+        if not self._is_lost(producer):
+            self.after(self._delay(producer), lambda: self._answered(producer, asked, answer))
 
     def _answered(self, producer: Producer, asked: Exchange, answer: object) -> None:
         if producer.alive:
@@ -212,13 +243,21 @@ class World:
         if producer.alive:
             self._do(producer, producer.push.lost(asked, self.now))
 
-    def _delay(self) -> float:
-        return 2.5 if self._chance(self.faults.late) else self.random.choice((0.001, 0.01, 0.1, 0.6))
+    def _is_lost(self, producer: Producer) -> bool:
+        lost = self._chance(self.faults.lost)
+        producer.disturbed |= lost
+        return lost
+
+    def _delay(self, producer: Producer) -> float:
+        late = self._chance(self.faults.late)
+        producer.disturbed |= late
+        return 2.5 if late else self.random.choice((0.001, 0.01, 0.1, 0.6))
 
     def _serve(self, producer: Producer, asked: Exchange) -> object:
         consumer, reservations = self.consumer, self.consumer.reservations
         match asked:
             case Reserve(transfer_id):
+                producer.ids.add(transfer_id)
                 item = ReserveItem(
                     transfer_id=transfer_id,
                     mm_hash=producer.mm_hash,
@@ -227,17 +266,25 @@ class World:
                     dtype="uint8",
                 )
                 answer = reservations.reserve(item, reservation_id=f"r{next(self.numbers)}", now=self.now)
+                if isinstance(answer, Reservation) and transfer_id in self.refreshed:
+                    self.refreshed.discard(transfer_id)
+                    if answer.is_cancelled:
+                        raise Violation(f"{transfer_id} was refreshed, and is refused")
                 if isinstance(answer, Reservation) and answer.write:
-                    consumer.owners[answer.dst_ptr] = transfer_id
+                    consumer.arena.owners[answer.dst_ptr] = transfer_id
                 return answer
             case Complete(transfer_id, reservation_id):
                 region = reservations.region_to_verify(transfer_id, reservation_id)
                 intact = region is None or consumer.memory.get(region.offset) == producer.mm_hash
-                return reservations.complete(transfer_id, reservation_id, intact=intact, now=self.now)
+                done = reservations.complete(transfer_id, reservation_id, intact=intact, now=self.now)
+                if done.completed:
+                    self.published.add(producer.mm_hash)
+                return done
             case Poll(transfer_id):
                 return reservations.status(transfer_id)
             case Cancel():
-                return reservations.cancel(
+                known = reservations._ledger.get(asked.transfer_id) is not None
+                acted = reservations.cancel(
                     asked.transfer_id,
                     asked.reservation_id,
                     abandon=asked.abandon,
@@ -246,6 +293,11 @@ class World:
                     fenced=asked.fenced,
                     now=self.now,
                 )
+                if acted:
+                    # Of an id that is unknown there a cancel leaves a tombstone, refresh or not.
+                    usable = asked.refresh and known
+                    (self.refreshed.add if usable else self.refreshed.discard)(asked.transfer_id)
+                return acted
 
     # The transfer engine and the memory
 
@@ -276,8 +328,9 @@ class World:
             self._do(producer, producer.push.settled(self.now))
 
     def _land(self, consumer: Consumer, write: Write, producer: Producer, transfer_id: TransferId) -> None:
-        if consumer.owners.get(write.destination) != transfer_id:
-            raise Violation(f"bytes of {transfer_id} landed in a region given to another transfer")
+        owner = consumer.arena.owners.get(write.destination)
+        if owner != transfer_id:
+            raise Violation(f"bytes of {transfer_id} landed in a region of {owner or 'nobody'}")
         corrupt = self._chance(self.faults.corrupt)
         consumer.memory[write.destination - BASE] = "garbage" if corrupt else producer.mm_hash
 
@@ -288,6 +341,8 @@ class World:
         self.consumer.reservations.collect()
 
     def _proxy_cancel(self, producer: Producer) -> None:
+        producer.disturbed = True
+        self.refreshed.discard(producer.push.transfer_id)
         self.consumer.reservations.cancel(producer.push.transfer_id, now=self.now)
 
     def _take(self, producer: Producer, tries: int) -> None:
@@ -298,6 +353,8 @@ class World:
             if tries:
                 self.after(0.5, lambda: self._take(producer, tries - 1))
             return
+        # Taken from elsewhere: its own producer is told that it need not come any more.
+        self.refreshed.discard(transfer_id)
         consumer.reservations.take(transfer_id, found, self.now)
         self._check_bytes(consumer, found)
         self.after(self.random.uniform(0, 20), lambda: self._release(consumer, found))
@@ -313,6 +370,29 @@ class World:
     def _restart_consumer(self) -> None:
         self.consumer = Consumer(next(self.incarnations), self.arena_bytes)
 
+    # What must hold all the time
+
+    def _check_followers(self) -> None:
+        records = list(self.consumer.reservations._ledger._records.values())
+        written = {id(record.item) for record in records if record.state in HELD_BY_WRITER}
+        for record in records:
+            if record.state is State.FOLLOWING and id(record.item) not in written:
+                raise Violation(f"{record.transfer_id} follows nobody")
+
+    def _check_finish(self, producer: Producer, finish: Finish) -> None:
+        arrived = finish.outcome in (TransferOutcome.DELIVERED, TransferOutcome.CACHED)
+        if arrived and producer.mm_hash not in self.published:
+            raise Violation(f"{producer.push.transfer_id} is {finish.outcome}, and nobody published it")
+
+    def _check_nothing_left(self, producer: Producer) -> None:
+        """A push that is over has told the consumer all: no lease has to end what it began."""
+        if producer.disturbed or producer.began_in != self.consumer.session:
+            return
+        for transfer_id in producer.ids:
+            record = self.consumer.reservations._ledger.get(transfer_id)
+            if record is not None and record.state is not State.READY:
+                raise Violation(f"{transfer_id} is over, and left {record.state} behind")
+
 
 def check_ended(world: World) -> None:
     """Raise Violation unless every transfer ended and nothing is held."""
@@ -323,6 +403,10 @@ def check_ended(world: World) -> None:
             raise Violation(f"{producer.push.transfer_id} told its caller {len(producer.finishes)} times")
         if producer.releases != int(producer.source_given):
             raise Violation(f"{producer.push.transfer_id} released its source {producer.releases} times")
+        if producer.finished_at > producer.ends_by + 0.001:
+            raise Violation(
+                f"{producer.push.transfer_id} ended {producer.finished_at - producer.ends_by} s late"
+            )
         if not producer.push.is_over:
             raise Violation(f"{producer.push.transfer_id} never ended: {producer.push.phase}")
     counts = world.consumer.reservations.counts()
