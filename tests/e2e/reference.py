@@ -17,7 +17,7 @@ import torch
 import transformers
 from PIL import Image
 
-PLACEHOLDER = "<|image_pad|>"
+PLACEHOLDER, VIDEO_PLACEHOLDER = "<|image_pad|>", "<|video_pad|>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,34 @@ class Reference:
             max_new_tokens=max_tokens,
             do_sample=False,
             **seen,
+        )
+        new = whole[0, ids.shape[1] :].tolist()
+        return Answer(
+            token_ids=tuple(new),
+            text=self._tokenizer.decode(new, skip_special_tokens=True),
+            prompt_token_ids=tuple(ids[0].tolist()),
+        )
+
+    @torch.no_grad()
+    def answer_video(
+        self, text: str, patches: torch.Tensor, grid: Sequence[int], max_tokens: int = 32
+    ) -> Answer:
+        """Answer a text about a video, given as the patches that a video processor makes of it."""
+        content = [{"type": "video"}, {"type": "text", "text": text}]
+        prompt = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        rows = grid[0] * grid[1] * grid[2] // self._image_processor.merge_size**2
+        prompt = prompt.replace(VIDEO_PLACEHOLDER, VIDEO_PLACEHOLDER * rows)
+        ids = torch.tensor([self._tokenizer.encode(prompt, add_special_tokens=False)])
+        whole = self._network.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=2 * (ids == self._network.config.video_token_id).int(),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pixel_values_videos=patches,
+            video_grid_thw=torch.tensor([list(grid)]),
         )
         new = whole[0, ids.shape[1] :].tolist()
         return Answer(

@@ -7,17 +7,32 @@ import os
 import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import pytest_asyncio
+import torch
 
 from epdctl.local.deployment import Deployment, deploy, free_ports
 from epdctl.local.plan import WorkerOptions
 from epdctl.local.shape import parse_shape
+from epdctl.worker.encode.options import VideoOptions
+from epdctl.worker.encode.video import VideoLimits
+from epdctl.worker.encode.video_config import read_video_config
+from epdctl.worker.encode.video_processor import VideoProcessor
 from tests.e2e.reference import Answer, Reference
-from tests.e2e.tiny_pictures import QWEN2_5_VL, QWEN3_VL, Picture, ask, expected_answer, held_out_pictures
+from tests.e2e.tiny_pictures import (
+    COLOUR_QUESTION,
+    QWEN2_5_VL,
+    QWEN3_VL,
+    Picture,
+    ask,
+    expected_answer,
+    held_out_pictures,
+)
+from tests.stubs.videos import clip, video_part
 
 pytestmark = [
     pytest.mark.e2e,
@@ -36,6 +51,7 @@ class Running:
     deployment: Deployment
     reference: Reference
     session: aiohttp.ClientSession
+    folder: Path
 
     async def ask(self, messages: Sequence[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         """Send one greedy chat request; return the parsed answer, which must be a 200."""
@@ -73,7 +89,7 @@ async def _run(shape: str, folder: Any, log_dir: Any) -> AsyncIterator[Running]:
         ) as deployment,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
     ):
-        yield Running(deployment=deployment, reference=Reference(folder), session=session)
+        yield Running(deployment=deployment, reference=Reference(folder), session=session, folder=folder)
 
 
 @pytest_asyncio.fixture(
@@ -183,6 +199,31 @@ async def test_text_and_pictures_answer_interleaved(two_encoders: Running) -> No
         for m in pair
     ]
     assert [_text(a) for a in answers] == [w.text for w in wholes]
+
+
+async def test_a_video_is_answered_as_by_the_whole_model(two_encoders: Running) -> None:
+    """A video goes through encoder and language model like a picture, to the whole model's tokens; a model
+    whose videos this language worker does not take gets a 400 that says so."""
+    data = clip(16, width=140, height=112)
+    parts = [video_part(data), {"type": "text", "text": COLOUR_QUESTION}]
+    messages = [{"role": "user", "content": parts}]
+    config = read_video_config(two_encoders.folder)
+    assert config is not None
+    if two_encoders.folder == QWEN3_VL:
+        body = {"model": MODEL, "messages": messages, "max_tokens": 4}
+        url = f"{two_encoders.deployment.url}/v1/chat/completions"
+        async with two_encoders.session.post(url, json=body) as answer:
+            status, error = answer.status, (await answer.json())["error"]
+        assert (status, error["code"]) == (400, "unsupported_media")
+        return
+
+    found = await two_encoders.ask(messages, return_token_ids=True)
+
+    limits = VideoLimits(max_frame_pixels=10**6, max_frames=64, max_pixels=10**7, timeout_s=30.0)
+    prepared = VideoProcessor(config, limits, 10_000).prepare(data, VideoOptions())
+    patches, grid = torch.from_numpy(prepared.pixels), prepared.layout.geometry
+    assert grid[0] == 2
+    assert _same(found, two_encoders.reference.answer_video(COLOUR_QUESTION, patches, grid))
 
 
 async def test_in_flight_counts_return_to_zero(two_encoders: Running) -> None:

@@ -26,6 +26,8 @@ _TEXT_KEY = re.compile(
 _HEAD_KEY = re.compile(r"(?:language_model\.)?lm_head\.weight\Z")
 HEAD = "lm_head.weight"
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_VIDEO_FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Qwen3-VL writes each frame's time into the prompt, which this worker does not."""
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt")
 
 
@@ -119,6 +121,8 @@ def _spec(config: Any, dtype: str, eos: tuple[int, ...]) -> ModelSpec:
         merge=config.vision_config.spatial_merge_size,
         image_token_id=config.image_token_id,
         eos_token_ids=eos,
+        video_token_id=config.video_token_id if config.model_type in _VIDEO_FAMILIES else None,
+        frame_step=float(getattr(config.vision_config, "tokens_per_second", 1)),
     )
 
 

@@ -19,6 +19,7 @@ from epdctl.domain import Role
 from epdctl.errors import EngineUnavailable, InvalidRequest, UnknownModel
 from epdctl.worker.language.checkpoint import Checkpoint, UnsupportedCheckpoint, open_checkpoint
 from epdctl.worker.language.choice import TextRules
+from epdctl.worker.language.content import MediaRules
 from epdctl.worker.language.generation import Generation
 from epdctl.worker.language.handover import KvPlan, one_token, plan_kv
 from epdctl.worker.language.messages import Generate, PromptImage
@@ -110,15 +111,14 @@ class LanguageFront:
     async def chat(self, body: Mapping[str, Any], rank: str | None) -> tuple[ChatRequest, Generation]:
         """Return a chat request and its generation, ready to be entered."""
         loaded = self.loaded
-        request = parse_chat(body, loaded.spec.merge)
+        request = parse_chat(body, _rules(loaded.spec))
         self._check_model(request.model)
         ids = await self._on_thread(self._chat_ids, request)
         expanded, images = place_images(
             ids,
             request.images,
             request.ec_items,
-            image_token_id=loaded.spec.image_token_id,
-            merge=loaded.spec.merge,
+            spec=loaded.spec,
         )
         plan = plan_kv(self._role, request.kv_transfer_params, expanded, has_images=bool(images))
         tokens = request.tokens if not plan.hold else one_token(request.tokens)
@@ -139,10 +139,8 @@ class LanguageFront:
         tokens = request.tokens
         for prompt in request.prompts:
             ids = await self._on_thread(self._text_ids, prompt)
-            if self.loaded.spec.image_token_id in ids:
-                raise InvalidRequest(
-                    "a prompt must not contain the model's image placeholder", param="prompt"
-                )
+            if {self.loaded.spec.image_token_id, self.loaded.spec.video_token_id} & set(ids):
+                raise InvalidRequest("a prompt must not contain the model's placeholders", param="prompt")
             plan = plan_kv(self._role, request.kv_transfer_params, ids, has_images=False)
             tokens = request.tokens if not plan.hold else one_token(request.tokens)
             bodies.append(self._body(ids, (), tokens, "prompt", plan))
@@ -241,3 +239,7 @@ class LanguageFront:
 
     async def _on_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+
+def _rules(spec: ModelSpec) -> MediaRules:
+    return MediaRules(merge=spec.merge, videos=spec.video_token_id is not None)

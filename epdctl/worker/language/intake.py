@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from epdctl.domain import MmHash, TransferId
+from epdctl.domain import MmHash, Modality, TransferId
 from epdctl.errors import EmbeddingUndelivered, EpdError, ShuttingDown, TransferFailed, UpstreamTimeout
 from epdctl.worker.language.batch import Order
 from epdctl.worker.language.kv_messages import KvTicket
@@ -133,14 +133,14 @@ class Intake:
             )
         except UpstreamTimeout as error:
             raise EmbeddingUndelivered(
-                f"an image's embedding was not delivered within {self._rules.push_wait_s:g} s"
+                f"an item's embedding was not delivered within {self._rules.push_wait_s:g} s"
             ) from error
         except TransferFailed as error:
-            raise EmbeddingUndelivered(f"an image's embedding was not delivered: {error.message}") from error
+            raise EmbeddingUndelivered(f"an item's embedding was not delivered: {error.message}") from error
 
     def _job(self, call_id: str, body: Generate, received: Sequence[Received]) -> Job:
         spec, sampling = self._spec, body.sampling
-        places = [PlacedImage(offset=image.offset, grid=image.grid) for image in body.images]
+        places = [_placed(image, spec.frame_step) for image in body.images]
         positions = mrope_positions(len(body.token_ids), places, spec.merge)
         pairs = zip(body.images, received, strict=self._taker is not None)
         embeddings = [PlacedEmbedding(offset=i.offset, rows=_rows(r, self._device)) for i, r in pairs]
@@ -169,6 +169,11 @@ class Intake:
             item.release()
         if ticket is not None and self._give_up is not None:
             self._give_up(ticket)
+
+
+def _placed(image: PromptImage, frame_step: float) -> PlacedImage:
+    step = frame_step if image.modality is Modality.VIDEO else 1.0
+    return PlacedImage(offset=image.offset, grid=image.grid, step=step)
 
 
 def _rows(received: Received, device: torch.device) -> torch.Tensor:

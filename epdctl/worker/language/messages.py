@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from epdctl.domain import Modality
 from epdctl.worker.language.kv_messages import KvTicket
 from epdctl.worker.language.params import Sampling
 from epdctl.worker.language.positions import Grid
@@ -69,7 +70,7 @@ class ReadyFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
-    """An image of the prompt: its run of `rows` placeholder tokens from `offset`, and which push fills it.
+    """An image or video of the prompt: its `rows` placeholder tokens from `offset`, and which push fills it.
 
     `transfer_id` is None when the request names none: then any resident item with this hash will do.
     """
@@ -79,6 +80,7 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     rows: int
     grid: Grid
+    modality: Modality = Modality.IMAGE
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True):

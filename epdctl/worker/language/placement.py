@@ -1,4 +1,4 @@
-"""Where the images of a request sit in its prompt, and which push brings each of them.
+"""Where the images and videos of a request sit in its prompt, and which push brings each of them.
 
 Rules of this file: pure; ids in, ids out.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from epdctl.domain import Modality
 from epdctl.errors import InvalidRequest
 from epdctl.worker.language.content import ImagePart
 from epdctl.worker.language.messages import PromptImage
 from epdctl.worker.language.positions import image_rows
 from epdctl.worker.language.request import EcItem
+from epdctl.worker.language.spec import ModelSpec
 
 
 def place_images(
@@ -19,19 +21,19 @@ def place_images(
     images: Sequence[ImagePart],
     items: Sequence[EcItem],
     *,
-    image_token_id: int,
-    merge: int,
+    spec: ModelSpec,
 ) -> tuple[list[int], tuple[PromptImage, ...]]:
     """Return the prompt with one placeholder token per embedding row, and the images in it.
 
     Raises:
-        InvalidRequest: the prompt has another number of placeholders than the request has images.
+        InvalidRequest: the prompt has other placeholders than the request has images and videos.
     """
-    places = [i for i, token in enumerate(token_ids) if token == image_token_id]
-    if len(places) != len(images):
+    tokens = {spec.placeholder(modality): modality for modality in (Modality.IMAGE, Modality.VIDEO)}
+    places = [i for i, token in enumerate(token_ids) if token in tokens]
+    if [tokens[token_ids[i]] for i in places] != [image.modality for image in images]:
         raise InvalidRequest(
-            f"the prompt has {len(places)} image placeholders for {len(images)} images: a text must not"
-            " contain the model's placeholder, and the chat template must place every image",
+            f"the prompt has {len(places)} placeholders for {len(images)} images and videos: a text must not"
+            " contain the model's placeholders, and the chat template must place every item in its order",
             param="messages",
         )
     expanded: list[int] = []
@@ -39,14 +41,19 @@ def place_images(
     done = 0
     for index, (place, image) in enumerate(zip(places, images, strict=True)):
         expanded.extend(token_ids[done:place])
-        rows = image_rows(image.grid, merge)
+        rows = image_rows(image.grid, spec.merge)
         mm_hash, transfer_id = match_item(index, image.uuid, items, len(images))
         placed.append(
             PromptImage(
-                mm_hash=mm_hash, transfer_id=transfer_id, offset=len(expanded), rows=rows, grid=image.grid
+                mm_hash=mm_hash,
+                transfer_id=transfer_id,
+                offset=len(expanded),
+                rows=rows,
+                grid=image.grid,
+                modality=image.modality,
             )
         )
-        expanded.extend([image_token_id] * rows)
+        expanded.extend([token_ids[place]] * rows)
         done = place + 1
     expanded.extend(token_ids[done:])
     return expanded, tuple(placed)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from epdctl.errors import InvalidRequest
-from epdctl.worker.language.content import ImagePart, parse_messages
+from epdctl.worker.language.content import ImagePart, MediaRules, parse_messages
 from epdctl.worker.language.fields import Fields, is_token_id
 
 MAX_CHOICES = 128
@@ -63,7 +63,7 @@ class EcItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
-    """A chat request; `messages` are ready for a chat template, images replaced by `{"type": "image"}`."""
+    """A chat request; `messages` are ready for a chat template, media replaced by `{"type": ...}` alone."""
 
     model: str | None
     messages: Sequence[Mapping[str, Any]]
@@ -89,15 +89,15 @@ class CompletionRequest:
     answer: AnswerRules
 
 
-def parse_chat(body: Mapping[str, Any], merge: int) -> ChatRequest:
-    """Return the chat request in `body`; `merge` is the model's spatial merge size.
+def parse_chat(body: Mapping[str, Any], rules: MediaRules) -> ChatRequest:
+    """Return the chat request in `body`; `rules` say what media the model takes.
 
     Raises:
         InvalidRequest, UnsupportedMedia: naming the field.
     """
     fields = Fields(body)
     _refuse_unsupported(fields)
-    messages, images = parse_messages(fields.raw("messages"), merge)
+    messages, images = parse_messages(fields.raw("messages"), rules)
     continue_final = fields.flag("continue_final_message")
     generation_prompt = fields.flag("add_generation_prompt", default=not continue_final)
     if continue_final and generation_prompt:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from epdctl.domain import Modality
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The dtypes that are served, with the bytes of an element."""
 
@@ -30,6 +32,14 @@ class ModelSpec:
     merge: int
     image_token_id: int
     eos_token_ids: tuple[int, ...]
+    video_token_id: int | None = None
+    """Placeholder of a video; None when this worker takes none of this model."""
+    frame_step: float = 1.0
+    """Positions from one frame group of a video to the next, at one second a group."""
+
+    def placeholder(self, modality: Modality) -> int | None:
+        """Return the token that stands for a row of `modality`; None where there is none."""
+        return {Modality.IMAGE: self.image_token_id, Modality.VIDEO: self.video_token_id}.get(modality)
 
     @property
     def embedding_width(self) -> int:

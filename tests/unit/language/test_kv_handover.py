@@ -11,6 +11,7 @@ import pytest
 
 from epdctl.domain import Role
 from epdctl.errors import InvalidRequest, KvUndelivered
+from epdctl.worker.language.content import MediaRules
 from epdctl.worker.language.handover import one_token, plan_kv
 from epdctl.worker.language.kv_holds import Holds, InUse, NotHeld
 from epdctl.worker.language.kv_layout import Extent, copy_pieces
@@ -211,7 +212,7 @@ class TestPlan:
     def test_prefill_is_one_choice_of_one_token(self) -> None:
         """Whatever the request wants of decode, prefill chooses one token."""
         body = {"messages": [{"role": "user", "content": "x"}], "n": 4, "min_tokens": 5, "stop": "a"}
-        rules = one_token(parse_chat(body, 2).tokens)
+        rules = one_token(parse_chat(body, MediaRules(merge=2)).tokens)
 
         assert (rules.n, rules.max_tokens, rules.min_tokens, rules.stops) == (1, 1, 0, ())
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from epdctl.worker.language.batch import Batch, Limits, Order
 from epdctl.worker.language.checkpoint import UnsupportedCheckpoint, open_checkpoint
-from epdctl.worker.language.content import parse_messages
+from epdctl.worker.language.content import MediaRules, parse_messages
 from epdctl.worker.language.kv import KvPool
 from epdctl.worker.language.model import load_language_model
 from epdctl.worker.language.params import Sampling
@@ -121,7 +121,7 @@ def prompt_of(
     encoded = tower.encode([picture.image for picture in pictures])
     grids = iter(encoded)
     rewritten = [message | {"content": rewrite(message["content"], grids)} for message in messages]
-    parsed, images = parse_messages(rewritten, spec.merge)
+    parsed, images = parse_messages(rewritten, MediaRules(merge=spec.merge))
     ids = tokenizer.chat(
         parsed,
         tools=None,
@@ -130,7 +130,7 @@ def prompt_of(
         template_kwargs={},
         most=4096,
     )
-    expanded, placed = place_images(ids, images, (), image_token_id=spec.image_token_id, merge=spec.merge)
+    expanded, placed = place_images(ids, images, (), spec=spec)
     places = [PlacedImage(offset=image.offset, grid=image.grid) for image in placed]
     positions = mrope_positions(len(expanded), places, spec.merge)
     pairs = zip(placed, encoded, strict=True)
@@ -229,6 +229,35 @@ class TestPositions:
         assert [list(positions.time), list(positions.height), list(positions.width)] == expected[
             :, 0
         ].tolist()
+        assert positions.delta == int(delta)
+
+    @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+    def test_positions_of_videos_equal_get_rope_index(self, family: str) -> None:
+        """Frame groups are as far apart as transformers puts them, beside images and texts."""
+        config = AutoConfig.for_model(family)
+        config.text_config.num_hidden_layers = 1
+        with torch.device("meta"):
+            network = AutoModelForImageTextToText.from_config(config).model
+        merge = config.vision_config.spatial_merge_size
+        step = getattr(config.vision_config, "tokens_per_second", 1)
+        grids = [(2, 12, 10), (1, 8, 2), (3, 6, 26)]
+        kinds, ids, places = [2, 1, 2], [1, 1, 1], []
+        types = [0, 0, 0]
+        for kind, grid in zip(kinds, grids, strict=True):
+            places.append(PlacedImage(offset=len(ids), grid=grid, step=step if kind == 2 else 1))
+            rows = grid[0] * grid[1] * grid[2] // merge**2
+            ids += [config.video_token_id if kind == 2 else config.image_token_id] * rows + [1, 1]
+            types += [kind] * rows + [0, 0]
+        expected, delta = network.get_rope_index(
+            torch.tensor([ids]),
+            mm_token_type_ids=torch.tensor([types]),
+            image_grid_thw=torch.tensor(grids[1:2]),
+            video_grid_thw=torch.tensor(grids[::2]),
+        )
+        positions = mrope_positions(len(ids), places, merge)
+
+        ours = [list(positions.time), list(positions.height), list(positions.width)]
+        assert ours == expected[:, 0].tolist()
         assert positions.delta == int(delta)
 
 

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import pytest
 
+from epdctl.domain import Modality
 from epdctl.errors import InvalidRequest
 from epdctl.worker.language.content import ImagePart
 from epdctl.worker.language.placement import match_item, place_images
 from epdctl.worker.language.request import EcItem
+from epdctl.worker.language.spec import ModelSpec
 
 pytestmark = pytest.mark.unit
 
-PAD = 7
+PAD, VIDEO_PAD = 7, 8
+SPEC = ModelSpec(
+    family="qwen2_5_vl",
+    hidden_size=12,
+    layers=2,
+    kv_heads=3,
+    head_dim=4,
+    vocab_size=10,
+    max_positions=100,
+    dtype="float32",
+    levels=0,
+    merge=2,
+    image_token_id=PAD,
+    eos_token_ids=(1,),
+    video_token_id=VIDEO_PAD,
+)
 
 
 def item(transfer_id: str | None, mm_hash: str | None) -> EcItem:
@@ -22,17 +39,32 @@ def item(transfer_id: str | None, mm_hash: str | None) -> EcItem:
 def test_a_placeholder_becomes_a_token_a_row() -> None:
     """Each image's placeholder is repeated for its rows, and its offset counts the ones before."""
     images = [ImagePart(grid=(1, 4, 4), uuid="a"), ImagePart(grid=(1, 2, 4), uuid="b")]
-    ids, placed = place_images([1, PAD, 2, PAD, 3], images, [], image_token_id=PAD, merge=2)
+    ids, placed = place_images([1, PAD, 2, PAD, 3], images, [], spec=SPEC)
 
     assert ids == [1, PAD, PAD, PAD, PAD, 2, PAD, PAD, 3]
     assert [(p.mm_hash, p.offset, p.rows) for p in placed] == [("a", 1, 4), ("b", 6, 2)]
+
+
+def test_videos_and_images_stand_where_the_template_put_them() -> None:
+    """Each kind has its own placeholder, and a place of one kind never takes an item of the other."""
+    items = [
+        ImagePart(grid=(2, 2, 4), uuid="v", modality=Modality.VIDEO),
+        ImagePart(grid=(1, 2, 2), uuid="i"),
+    ]
+
+    ids, placed = place_images([1, VIDEO_PAD, 2, PAD], items, [], spec=SPEC)
+
+    assert ids == [1, *[VIDEO_PAD] * 4, 2, PAD]
+    assert [(p.modality, p.offset, p.rows) for p in placed] == [("video", 1, 4), ("image", 6, 1)]
+    with pytest.raises(InvalidRequest):
+        place_images([1, PAD, 2, VIDEO_PAD], items, [], spec=SPEC)
 
 
 @pytest.mark.parametrize("ids", [[1, 2], [1, PAD, PAD]])
 def test_placeholders_in_the_text_are_refused(ids: list[int]) -> None:
     """A prompt with more or fewer placeholders than images is a client error, never a shifted image."""
     with pytest.raises(InvalidRequest) as refused:
-        place_images(ids, [ImagePart(grid=(1, 2, 2), uuid="a")], [], image_token_id=PAD, merge=2)
+        place_images(ids, [ImagePart(grid=(1, 2, 2), uuid="a")], [], spec=SPEC)
 
     assert refused.value.param == "messages"
 

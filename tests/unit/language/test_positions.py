@@ -44,3 +44,12 @@ def test_a_second_image_starts_behind_the_first() -> None:
 def test_rows_of_an_image_are_its_merged_patches() -> None:
     """A grid of 1 x 8 x 12 patches merged 2 x 2 has 24 rows."""
     assert image_rows((1, 8, 12), 2) == 24
+
+
+def test_frames_of_a_video_are_steps_apart() -> None:
+    """Time goes on by a step a frame group; text goes on behind the last of them where that is longest."""
+    positions = mrope_positions(7, [PlacedImage(offset=1, grid=(4, 2, 2), step=2.0)], merge=2)
+
+    assert positions.time == (0, 1, 3, 5, 7, 8, 9)
+    assert positions.height == positions.width == (0, 1, 1, 1, 1, 8, 9)
+    assert positions.delta == 10 - 7

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
+from epdctl.domain import Modality
 from epdctl.errors import InvalidRequest, UnsupportedMedia
+from epdctl.worker.language.content import MediaRules
 from epdctl.worker.language.request import EcItem, parse_chat, parse_completion
+
+RULES = MediaRules(merge=2)
 
 pytestmark = pytest.mark.unit
 
@@ -66,7 +70,7 @@ WRONG_FIELDS: list[tuple[str, Any]] = [
 def test_a_wrong_field_is_named(name: str, value: Any) -> None:
     """Each wrong or unsupported field is a 400 that names it."""
     with pytest.raises(InvalidRequest) as refused:
-        parse_chat(chat(**{name: value}), 2)
+        parse_chat(chat(**{name: value}), RULES)
 
     assert (refused.value.param, name in refused.value.message) == (name, True)
 
@@ -86,7 +90,7 @@ def test_a_wrong_field_is_named(name: str, value: Any) -> None:
 def test_malformed_messages_are_refused(messages: Any) -> None:
     """Missing or malformed messages are a 400 whose param starts with messages."""
     with pytest.raises(InvalidRequest) as refused:
-        parse_chat({"messages": messages}, 2)
+        parse_chat({"messages": messages}, RULES)
 
     assert (refused.value.param or "").startswith("messages")
 
@@ -95,15 +99,29 @@ def test_malformed_messages_are_refused(messages: Any) -> None:
 def test_media_that_is_not_encoded_is_refused_with_the_way_out(kind: str) -> None:
     """Pixels never get here: the answer says that the proxy has media encoded."""
     with pytest.raises(UnsupportedMedia) as refused:
-        parse_chat(content({"type": "text", "text": "x"}, {"type": kind, kind: {}}), 2)
+        parse_chat(content({"type": "text", "text": "x"}, {"type": kind, kind: {}}), RULES)
 
     assert refused.value.param == "messages[0].content[1]"
+
+
+def test_a_video_leaves_its_place_where_the_model_takes_videos() -> None:
+    """An encoded video becomes a template's video part with its grid; its metadata has its own names."""
+    part = {"type": "video_embeds", "uuid": "v", "video_embeds": {"video_grid_thw": [2, 4, 6]}}
+    rules = MediaRules(merge=2, videos=True)
+
+    request = parse_chat(content(part, image()), rules)
+
+    assert request.messages[0]["content"] == [{"type": "video"}, {"type": "image"}]
+    assert (request.images[0].modality, request.images[0].grid) == (Modality.VIDEO, (2, 4, 6))
+    with pytest.raises(InvalidRequest) as refused:
+        parse_chat(content(part | {"video_embeds": {"image_grid_thw": [2, 4, 6]}}), rules)
+    assert refused.value.param == "messages[0].content[0].video_embeds.video_grid_thw"
 
 
 def test_an_unknown_part_is_refused() -> None:
     """A part of an unknown type is unsupported media, and the message says what a client may send."""
     with pytest.raises(UnsupportedMedia, match="whose type is text") as refused:
-        parse_chat(content({"type": "hologram"}), 2)
+        parse_chat(content({"type": "hologram"}), RULES)
 
     assert refused.value.param == "messages[0].content[0]"
 
@@ -114,7 +132,7 @@ def test_an_unknown_part_is_refused() -> None:
 def test_a_wrong_grid_is_refused(grid: Any) -> None:
     """A grid that no image of this model has never reaches the engine."""
     with pytest.raises(InvalidRequest) as refused:
-        parse_chat(content(image(grid)), 2)
+        parse_chat(content(image(grid)), RULES)
 
     assert refused.value.param == "messages[0].content[0].image_embeds.image_grid_thw"
 
@@ -123,14 +141,14 @@ def test_a_wrong_grid_is_refused(grid: Any) -> None:
 def test_an_image_without_a_name_is_refused(uuid: Any) -> None:
     """Without a uuid nothing says which embedding is meant."""
     with pytest.raises(InvalidRequest) as refused:
-        parse_chat(content(image(uuid=uuid)), 2)
+        parse_chat(content(image(uuid=uuid)), RULES)
 
     assert refused.value.param == "messages[0].content[0].uuid"
 
 
 def test_images_leave_their_place_to_the_template() -> None:
     """An encoded image becomes a template's image part, and its grid is kept in order."""
-    request = parse_chat(content(image(), {"type": "text", "text": "?"}, image([[1, 4, 6]], "v")), 2)
+    request = parse_chat(content(image(), {"type": "text", "text": "?"}, image([[1, 4, 6]], "v")), RULES)
 
     assert request.messages[0]["content"] == [
         {"type": "image"},
@@ -152,25 +170,25 @@ def test_nulls_are_absent() -> None:
         "stream_options",
         "ec_transfer_params",
     ]
-    request = parse_chat(chat(**dict.fromkeys(names)), 2)
+    request = parse_chat(chat(**dict.fromkeys(names)), RULES)
 
     assert (request.tokens.temperature, request.tokens.max_tokens, request.tokens.n) == (1.0, None, 1)
 
 
 def test_unknown_fields_are_ignored() -> None:
     """A field nobody knows changes nothing, as with vLLM."""
-    assert parse_chat(chat(totally_unknown_field={"a": 1}), 2).tokens == parse_chat(chat(), 2).tokens
+    assert parse_chat(chat(totally_unknown_field={"a": 1}), 2).tokens == parse_chat(chat(), RULES).tokens
 
 
 def test_max_completion_tokens_wins() -> None:
     """OpenAI's newer name counts when both are there."""
-    assert parse_chat(chat(max_tokens=5, max_completion_tokens=7), 2).tokens.max_tokens == 7
+    assert parse_chat(chat(max_tokens=5, max_completion_tokens=7), RULES).tokens.max_tokens == 7
 
 
 def test_min_above_max_is_refused() -> None:
     """A request cannot ask for at least more than at most."""
     with pytest.raises(InvalidRequest) as refused:
-        parse_chat(chat(max_tokens=2, min_tokens=3), 2)
+        parse_chat(chat(max_tokens=2, min_tokens=3), RULES)
 
     assert refused.value.param == "min_tokens"
 
@@ -179,7 +197,7 @@ def test_past_tool_calls_reach_the_template_as_objects() -> None:
     """An assistant turn with null content and tool calls is taken, its arguments parsed."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     body = {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
-    message = parse_chat(body, 2).messages[0]
+    message = parse_chat(body, RULES).messages[0]
 
     assert (message["content"], message["tool_calls"][0]["function"]["arguments"]) == ("", {"a": 1})
 
@@ -187,8 +205,8 @@ def test_past_tool_calls_reach_the_template_as_objects() -> None:
 def test_tools_go_to_the_template_unless_switched_off() -> None:
     """tool_choice none leaves the tools out."""
     tools = [{"type": "function", "function": {"name": "f"}}]
-    used = parse_chat(chat(tools=tools), 2).tools
-    unused = parse_chat(chat(tools=tools, tool_choice="none"), 2).tools
+    used = parse_chat(chat(tools=tools), RULES).tools
+    unused = parse_chat(chat(tools=tools, tool_choice="none"), RULES).tools
 
     assert (used, unused) == (tools, None)
 
@@ -197,7 +215,7 @@ def test_tools_go_to_the_template_unless_switched_off() -> None:
 def test_ec_items_of_a_wrong_type_are_refused(items: Any) -> None:
     """What kills a vLLM scheduler (a list of non-objects) is a 400 here."""
     with pytest.raises(InvalidRequest) as refused:
-        parse_chat(chat(ec_transfer_params={"ec_items": items}), 2)
+        parse_chat(chat(ec_transfer_params={"ec_items": items}), RULES)
 
     assert (refused.value.param or "").startswith("ec_transfer_params.ec_items")
 
@@ -206,7 +224,7 @@ def test_ec_items_are_read() -> None:
     """Transfer ids and hashes come from ec_items; the per-hash entries beside them are not read."""
     params = {"ec_items": [{"transfer_id": "t", "mm_hash": "h"}, {}], "h": {"metadata": {}}}
 
-    assert parse_chat(chat(ec_transfer_params=params), 2).ec_items == (
+    assert parse_chat(chat(ec_transfer_params=params), RULES).ec_items == (
         EcItem(transfer_id="t", mm_hash="h"),
         EcItem(transfer_id=None, mm_hash=None),
     )
