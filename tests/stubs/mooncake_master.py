@@ -13,8 +13,9 @@ from tests.stubs.process import Process, start_process
 class Master:
     """The process, and where its clients find it; it can be started again on the same port."""
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, log_dir: Path, name: str = "mooncake_master") -> None:
         self._log_dir = log_dir
+        self._name = name
         self._port = free_port()
         self._metrics_port = free_port()
         self._process: Process | None = None
@@ -39,7 +40,7 @@ class Master:
             *("--logtostderr=1", "--default_kv_lease_ttl=500", "--client_ttl=10"),
             "--put_start_discard_timeout_sec=5",
         ]
-        self._process = start_process(command, self._log_dir, "mooncake_master")
+        self._process = start_process(command, self._log_dir, self._name)
         await self._process.wait_until(self._listens, "the store's master listens", 30.0)
         return self
 

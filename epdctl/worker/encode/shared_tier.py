@@ -67,7 +67,7 @@ class SharedPolicy:
     close_s: float = 3.0
     backlog: int = 256
     retry_first_s: float = 0.5
-    retry_most_s: float = 30.0
+    retry_most_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
