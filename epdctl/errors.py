@@ -78,6 +78,13 @@ class UnknownInstance(EpdError):
     http_status, code, type, fault = 404, "unknown_instance", "invalid_request_error", Fault.CLIENT
 
 
+class MethodNotAllowed(EpdError):
+    """The endpoint exists and takes other methods, which `Allow` lists."""
+
+    http_status, code, type, fault = 405, "method_not_allowed", "invalid_request_error", Fault.CLIENT
+    allowed: tuple[str, ...] = ()
+
+
 class TopologyConflict(EpdError):
     """The role does not fit what is registered already."""
 

@@ -17,6 +17,7 @@ from epdctl.errors import (
     BodyTooLarge,
     EpdError,
     InvalidRequest,
+    MethodNotAllowed,
     UpstreamRefused,
     envelope,
 )
@@ -40,11 +41,54 @@ def accept_request_id(offered: str | None) -> str:
     return secrets.token_hex(16)
 
 
+class JsonRunner(web.AppRunner):
+    """An application's runner whose answers are all ours, also to what is no valid HTTP."""
+
+    async def _make_server(self) -> web.Server:
+        server = await super()._make_server()
+        server.__class__ = _JsonServer
+        return server
+
+
+class _JsonServer(web.Server):
+    """Makes the connections of a JsonRunner."""
+
+    def __call__(self) -> web.RequestHandler:
+        return _JsonHandler(self, loop=self._loop, **self._kwargs)
+
+
+class _JsonHandler(web.RequestHandler):
+    """One connection; what aiohttp refuses by itself gets our envelope in the place of its text."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer, and close the connection."""
+        super().handle_error(request, status, exc, message)  # logs, and raises when an answer has begun
+        request_id = accept_request_id(request.headers.get("x-request-id"))
+        if status >= 500:
+            response = internal_error_response(request_id)
+        else:
+            refused = InvalidRequest("this is not a request in valid HTTP, or its head is too long")
+            refused.http_status = status  # type: ignore[misc]
+            response = error_response(refused, request_id)
+        response.force_close()
+        return response
+
+
 def error_response(error: EpdError, request_id: str) -> web.Response:
     """Return the HTTP answer for `error`; a refused upstream's body is passed through unchanged."""
     headers = {"x-request-id": request_id, "Server": SERVER}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, MethodNotAllowed):
+        headers["Allow"] = ", ".join(error.allowed)
     if isinstance(error, UpstreamRefused):
         return web.Response(
             status=error.http_status, body=error.body, headers=headers | {"Content-Type": error.content_type}
@@ -77,6 +121,10 @@ def translate_http_exception(error: web.HTTPException) -> EpdError:
     """Return our error for one that aiohttp raised while routing or reading a request."""
     if error.status == 413:
         return BodyTooLarge("the body is larger than this server accepts (--max-body-bytes)")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        refused = MethodNotAllowed("this endpoint does not take this method")
+        refused.allowed = tuple(sorted(error.allowed_methods))
+        return refused
     translated = InvalidRequest("no such endpoint" if error.status == 404 else error.reason)
     translated.http_status = error.status  # type: ignore[misc]
     return translated
@@ -95,6 +143,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         failure = error
     except web.HTTPException as error:
         failure = translate_http_exception(error)
+    except web.RequestPayloadError:
+        failure = InvalidRequest("the body does not have the encoding that its headers say")
     except Exception:
         structlog.get_logger().exception("internal_error", path=request.path)
         if request.get(RESPONSE_STARTED):

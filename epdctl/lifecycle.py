@@ -27,7 +27,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from epdctl.errors import ShuttingDown
-from epdctl.http_errors import Handler
+from epdctl.http_errors import Handler, JsonRunner
 from epdctl.logs import LogFormat
 from epdctl.wire import encode_json
 
@@ -195,7 +195,7 @@ async def serve_until_signal(
     """
     signals = _Signals()
     # An own handler for disconnects: aiohttp's default leaves a handler running when its client is gone.
-    runner = web.AppRunner(
+    runner = JsonRunner(
         app,
         handle_signals=False,
         handler_cancellation=True,

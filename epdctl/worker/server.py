@@ -25,7 +25,7 @@ from aiohttp import web
 
 from epdctl import __version__
 from epdctl.errors import ShuttingDown, UnsupportedEndpoint
-from epdctl.http_errors import REQUEST_ID, Handler, error_middleware, error_response
+from epdctl.http_errors import REQUEST_ID, Handler, JsonRunner, error_middleware, error_response
 from epdctl.metrics import CONTENT_TYPE, WorkerMetrics
 from epdctl.wire import encode_json
 from epdctl.worker.engine import StartFailed
@@ -249,7 +249,7 @@ async def run_worker(run: WorkerRun) -> int:
     log = structlog.get_logger()
     stop, now = asyncio.Event(), asyncio.Event()
     _on_signals(stop, now)
-    runner = web.AppRunner(run.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = JsonRunner(run.app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     await web.SockSite(runner, run.listener).start()
     host, port = run.listener.getsockname()[:2]

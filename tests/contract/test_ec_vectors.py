@@ -11,6 +11,7 @@ import json
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,16 @@ VALID_REQUESTS = [
     if not name.startswith("err.")
     or name in ("err.dtype.request", "err.nbytes.request", "err.full.request", "err.active_writer.request")
 ]
+REPLIES: dict[str | None, Callable[[bytes], Any]] = {
+    "peers": partial(protocol.parse_reply, kind=protocol.PeersResult),
+    "event_port": partial(protocol.parse_reply, kind=int),
+    "status": partial(protocol.parse_reply, kind=protocol.TransferStatus | None),
+    "reserve": partial(protocol.parse_reply, kind=protocol.Reservation),
+    "reserve_batch": protocol.parse_reserve_replies,
+    "complete": partial(protocol.parse_reply, kind=protocol.CompleteResult),
+    "complete_batch": protocol.parse_complete_replies,
+    "cancel": partial(protocol.parse_reply, kind=protocol.CancelResult),
+}
 GREETING_BYTES = 64
 RUN_SPECIFIC = ("reservation_id", "dst_session", "dst_ptr")
 
@@ -107,6 +118,39 @@ class TestMessages:
         answers = protocol.parse_complete_replies(body(name))
 
         assert value(name)["result"]["items"] == json.loads(protocol.encode(answers))
+
+    @pytest.mark.parametrize("name", [name for name in VECTORS if name.endswith(".reply")])
+    def test_every_reply_is_read_as_the_answer_to_its_request(self, name: str) -> None:
+        """Each captured answer, good or not, is what its request asks for, and gives the same JSON again."""
+        request = value(name.removesuffix(".reply") + ".request")
+        op = request.get("op") if isinstance(request, dict) else None
+        answer = REPLIES.get(op, protocol.parse_reserve_replies)(body(name))
+
+        if not value(name)["ok"]:
+            assert isinstance(answer, protocol.Refusal)
+            assert answer.error == value(name)["error"]
+        elif op == "reserve_batch":
+            again = [
+                {"ok": False, "error": item.error}
+                if isinstance(item, protocol.Refusal)
+                else {"ok": True, "result": json.loads(protocol.encode(item))}
+                for item in answer
+            ]
+            assert again == value(name)["result"]["items"]
+        else:
+            result = value(name)["result"]
+            expected = result["items"] if op == "complete_batch" else result
+            assert json.loads(protocol.encode(answer)) == expected
+
+    def test_no_vector_is_left_out(self) -> None:
+        """Each vector is a request, the reply to one, or an event: the three kinds that are tested here."""
+        events = {name for name in VECTORS if name.startswith("event.ready")}
+        replies = {name for name in VECTORS if name.endswith(".reply")}
+
+        assert set(VECTORS) == set(REQUESTS) | replies | events
+        assert {name.removesuffix(".reply") for name in replies} == {
+            name.removesuffix(".request") for name in REQUESTS
+        }
 
     @pytest.mark.parametrize("name", [name for name in VECTORS if name.startswith("event.ready")])
     def test_events_are_understood_and_rebuilt(self, name: str) -> None:

@@ -51,7 +51,8 @@ def test_reply_has_the_fields_of_a_vllm_encoder() -> None:
         "assistant",
         "",
     )
-    assert reply["usage"] == {"prompt_tokens": 16, "total_tokens": 16, "completion_tokens": 0}
+    counts = {name: value for name, value in reply["usage"].items() if value is not None}
+    assert counts == {"prompt_tokens": 16, "total_tokens": 16, "completion_tokens": 0}
 
 
 def test_item_without_a_transfer_names_none() -> None:

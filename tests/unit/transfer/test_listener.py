@@ -223,3 +223,13 @@ async def test_a_taken_port_is_named(context: zmq.asyncio.Context) -> None:
         second = ControlListener(address, answer, context)
         with pytest.raises(OSError, match=rf"{address}.*--ec-port"):
             second.open()
+
+
+async def test_only_the_configured_address_is_served() -> None:
+    """The port is bound on the address that was asked for, on no other of the machine (hazard 33)."""
+    async with consumer_end() as end:
+        port = port_of(end.address)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.2", port)
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.close()

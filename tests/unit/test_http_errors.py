@@ -1,0 +1,84 @@
+"""Answers to what is refused before, or beside, any handler: each is our JSON envelope."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from epdctl.http_errors import JsonRunner, error_middleware
+from tests.stubs.ports import free_port
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    """Serve an endpoint that reads its body; give its port."""
+
+    async def read(request: web.Request) -> web.Response:
+        return web.Response(body=await request.read())
+
+    app = web.Application(middlewares=[error_middleware])
+    app.router.add_post("/read", read)
+    app.router.add_put("/read", read)
+    runner = JsonRunner(app, access_log=None)
+    await runner.setup()
+    chosen = free_port()
+    await web.TCPSite(runner, "127.0.0.1", chosen).start()
+    yield chosen
+    await runner.cleanup()
+
+
+async def exchange(port: int, request: bytes) -> tuple[int, dict[str, str], dict[str, Any]]:
+    """Send bytes on a connection of their own; return status, headers and JSON."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    async with asyncio.timeout(10):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:])}
+        body = await reader.readexactly(int(headers["content-length"]))
+    writer.close()
+    return int(head[0].split()[1]), headers, json.loads(body)
+
+
+HEAD = b"POST /read HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        HEAD + b"X-Long: " + b"a" * 20_000 + b"\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}",
+        HEAD + b"Content-Length: -2\r\n\r\n{}",
+        HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+        HEAD + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}",
+        b"\x16\x03\x01 hello\r\n\r\n",
+    ],
+    ids=["url", "header", "chunk size", "negative length", "two lengths", "no gzip", "tls"],
+)
+async def test_malformed_http_is_answered_with_our_envelope(
+    port: int, request_bytes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What aiohttp refuses by itself is 400 in JSON with a request id, and repeats nothing of the request."""
+    caplog.set_level("CRITICAL", "aiohttp.server")  # aiohttp logs what it refuses
+
+    status, headers, body = await exchange(port, request_bytes)
+
+    assert (status, body["error"]["code"]) == (400, "invalid_request")
+    assert headers["content-type"] == "application/json"
+    assert headers["x-request-id"]
+    assert headers["server"] == "epdctl"
+    assert "aaa" not in body["error"]["message"]
+
+
+async def test_wrong_method_names_the_right_ones(port: int) -> None:
+    """405 comes with its own code and with `Allow`."""
+    status, headers, body = await exchange(port, b"DELETE /read HTTP/1.1\r\nHost: x\r\n\r\n")
+
+    assert (status, body["error"]["code"], headers["allow"]) == (405, "method_not_allowed", "POST, PUT")
