@@ -16,6 +16,7 @@
 #   DYNAMIC_REGISTRATION  1: register over HTTP with ADMIN_API_KEY (made up when not given); 0: static URLs
 #   EC_SHARED_STORAGE_PATH  folder of ECExampleConnector (ENGINE=vllm); emptied first, so it must be ours
 #   DATA_PARALLEL_SIZE_E 1  engines of a bundled encode worker, with as many devices in GPU_E (0,1)
+#   MOONCAKE_STORE 0      1: start a Mooncake Store too (STORE_PORT 19550, STORE_METRICS_PORT 19551) and let the bundled encode worker use it
 # and besides: ENGINE (bundled, vllm), EC_PORT 14579, QUESTION, KEEP 1 (stay up after the last request); with ENGINE=vllm those of launch_vllm.sh.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch_lib.sh"
@@ -56,6 +57,7 @@ ensure_engine
 mkdir -p "$LOG_PATH"
 stop_with_script
 
+start_store
 "start_$ENGINE"
 start_proxy --encode-servers-urls "http://$HOST:$ENCODE_PORT" --prefill-servers-urls "http://$HOST:$PREFILL_PORT" \
   --decode-servers-urls "http://$HOST:$DECODE_PORT" ${EC_ADDRESS:+--ec-consumer-zmq-addrs "$EC_ADDRESS"}

@@ -19,6 +19,9 @@ DATA_PARALLEL_SIZE_E=${DATA_PARALLEL_SIZE_E:-1} # engines of a bundled encode wo
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-}                # empty: what the checkpoint allows
 TIMEOUT_SECONDS=${TIMEOUT_SECONDS:-300}         # until everything is healthy
 DYNAMIC_REGISTRATION=${DYNAMIC_REGISTRATION:-1} # 0: the proxy gets the URLs as flags
+MOONCAKE_STORE=${MOONCAKE_STORE:-0}             # 1: a Mooncake Store that keeps embeddings of the bundled encode workers
+STORE_PORT=${STORE_PORT:-19550}                 # of its master
+STORE_METRICS_PORT=${STORE_METRICS_PORT:-19551}
 KEEP=${KEEP:-0}                                 # 1: stay up after the last request
 PICTURE=$ROOT/examples/red.png
 QUESTION=${QUESTION:-What is the color of the image?}
@@ -90,11 +93,25 @@ start() { # NAME PORT COMMAND...
   say "$name: starting on port $port, log $LOG_PATH/$name.log"
 }
 
+start_store() {
+  case $MOONCAKE_STORE in
+  0) return 0 ;;
+  1) ;;
+  *) usage_error "MOONCAKE_STORE=$MOONCAKE_STORE: use 0 or 1" ;;
+  esac
+  [ "$ENCODE_ENGINE" = bundled ] || usage_error "MOONCAKE_STORE=1 is for bundled encode workers: set ENCODE_ENGINE=bundled"
+  require_free_port STORE_PORT "$STORE_PORT"
+  require_free_port STORE_METRICS_PORT "$STORE_METRICS_PORT"
+  start store "$STORE_METRICS_PORT" "$VENV/bin/mooncake_master" --rpc_address="$HOST" --rpc_port="$STORE_PORT" \
+    --metrics_host="$HOST" --metrics_port="$STORE_METRICS_PORT" --logtostderr=1
+}
+
 start_worker() { # KIND PORT DEVICE FLAGS...
   local kind=$1 port=$2 device=$3
   shift 3
   if [ "$kind" = encode ]; then
     set -- --allowed-local-media-path "$ROOT/examples" --data-parallel-size "$DATA_PARALLEL_SIZE_E" "$@"
+    if [ "$MOONCAKE_STORE" = 1 ]; then set -- --mooncake-store "$HOST:$STORE_PORT" "$@"; fi
   elif [ -n "$MAX_MODEL_LEN" ]; then
     set -- --max-model-len "$MAX_MODEL_LEN" "$@"
   fi

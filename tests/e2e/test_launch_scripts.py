@@ -31,6 +31,7 @@ class Launch:
     def __call__(self, script: str, **variables: str) -> Process:
         """Start `script` on free ports; `variables` are laid over its environment."""
         ports = dict(zip(PORTS[script], map(str, free_ports(len(PORTS[script]))), strict=True))
+        ports |= dict(zip(("STORE_PORT", "STORE_METRICS_PORT"), map(str, free_ports(2)), strict=True))
         environment = {"NUM_PROMPTS": "3", "LOG_PATH": str(self.folder / "logs"), "DEVICE_PLATFORM": "cpu"}
         process = start_process(
             [str(ROOT / "scripts" / script)],
@@ -67,14 +68,20 @@ async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
 )
 @pytest.mark.parametrize("script", PORTS)
 async def test_a_local_picture_is_answered(launch: Launch, script: str, registration: str) -> None:
-    """From nothing to the answer about a file:// picture, the only line on stdout; nothing stays behind."""
-    engines = "2" if script == "launch_1e1pd.sh" else "1"
-    process = launch(script, DYNAMIC_REGISTRATION=registration, DATA_PARALLEL_SIZE_E=engines)
+    """From nothing to the answer about a file:// picture, the only line on stdout; nothing stays behind.
+
+    One script runs two encode engines, the other a Mooncake Store, which the encode worker joins.
+    """
+    engines, store = ("2", "0") if script == "launch_1e1pd.sh" else ("1", "1")
+    variables = {"DATA_PARALLEL_SIZE_E": engines, "MOONCAKE_STORE": store}
+    process = launch(script, DYNAMIC_REGISTRATION=registration, **variables)
 
     assert await process.wait_exit(200) == 0, process.logs
     assert process.stdout == "red\n"
     assert "3 of 3 requests" in process.stderr
     assert launch.children() == []
+    joined = '"event":"store_up"' in (launch.folder / "logs" / "encode.log").read_text()
+    assert joined is (store == "1")
 
 
 async def test_ctrl_c_takes_everything_down(launch: Launch) -> None:
@@ -103,6 +110,7 @@ async def test_a_worker_that_cannot_start_is_shown(launch: Launch) -> None:
         ({"ENGINE": "other"}, "ENGINE=other"),
         ({"DEVICE_PLATFORM": "abacus"}, "DEVICE_PLATFORM=abacus"),
         ({"EC_CONNECTOR": "Carrier"}, "EC_CONNECTOR=Carrier"),
+        ({"MOONCAKE_STORE": "yes"}, "MOONCAKE_STORE=yes"),
         ({"ENCODE_ENGINE": "vllm"}, "ENCODE_ENGINE=vllm"),
     ],
 )
