@@ -29,6 +29,7 @@ from epdctl.worker.transfer.memory import HostMemory
 from epdctl.worker.transfer.mooncake import TransferEngine
 from epdctl.worker.transfer.ports import TensorSpec, TransferRecord
 from epdctl.worker.transfer.receiver import Receiver, ReceiverSettings
+from epdctl.worker.transfer.tensors import TensorContract
 from tests.stubs.ports import free_port
 from tests.stubs.process import Process, start_process
 
@@ -200,14 +201,16 @@ class Consumer:
 
 
 @asynccontextmanager
-async def open_consumer(nbytes: int = 16 * 2**20) -> AsyncIterator[Consumer]:
-    """Run a consumer with an arena of `nbytes`."""
+async def open_consumer(
+    nbytes: int = 16 * 2**20, contract: TensorContract | None = None
+) -> AsyncIterator[Consumer]:
+    """Run a consumer with an arena of `nbytes`, which takes items of the `contract` only."""
     os.environ.update(mooncake_environment(os.environ, protocol="tcp", ports=None))
     memory = HostMemory(nbytes)
     engine = TransferEngine(host="127.0.0.1")
     engine.register(memory.address, memory.nbytes)
     records: list[TransferRecord] = []
-    settings = ReceiverSettings(port=free_port())
+    settings = ReceiverSettings(port=free_port(), contract=contract)
     receiver = Receiver(settings, memory=memory, session=engine.session, observe=records.append)
     receiver.start()
     try:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from epdctl.worker.transfer.tensors import TensorContract
 from tests.e2e.encode_worker import Consumer, EncodeWorker, new_id, open_consumer, part, start_worker
 from tests.stubs.towers import WholeModel, tower_pictures, write_tower_checkpoint
 
@@ -57,6 +58,21 @@ async def test_rows_at_the_consumer_are_those_of_the_whole_model(
         assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
     assert again.status == 200
     assert await worker.metric("epdctl_cache_requests_total", tier="l1", result="hit") == 1
+
+
+async def test_consumer_of_another_data_type_is_named_at_the_first_reserve(started: EncodeWorker) -> None:
+    """A consumer that takes bfloat16 refuses a float32 item; the answer names both, nothing stays behind."""
+    worker = await started.ready()
+    contract = TensorContract(dtype="bfloat16", widths=frozenset({48}))
+
+    async with open_consumer(contract=contract) as consumer:
+        data = tower_pictures()[1]
+        refused = await worker.encode(part(data, "p"), consumer=consumer.address, transfer_ids=[new_id()])
+
+        message = refused.body["error"]["message"]
+        assert (refused.status, refused.code) == (502, "transfer_failed")
+        assert "bfloat16" in message and "float32" in message and "--dtype" in message
+        assert consumer.receiver.stats().items == 0
 
 
 async def test_video_and_options_that_the_model_lacks(started: EncodeWorker) -> None:

@@ -23,6 +23,8 @@ _SIZES = {
     Sampling.QWEN3: {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32},
 }
 """Defaults of transformers' Qwen2VLVideoProcessor (pixels of a frame) and Qwen3VLVideoProcessor (of all)."""
+_CAP = "cap_pixels_per_frame"
+_TOKEN_CAPS = {Sampling.QWEN2: 128000, Sampling.QWEN3: 768}
 _PROCESSORS = {"Qwen2VLVideoProcessor": Sampling.QWEN2, "Qwen3VLVideoProcessor": Sampling.QWEN3}
 _MODELS = {"qwen2_vl": Sampling.QWEN2, "qwen2_5_vl": Sampling.QWEN2, "qwen3_vl": Sampling.QWEN3}
 _STEPS = ("do_resize", "do_rescale", "do_normalize")
@@ -40,6 +42,8 @@ class VideoConfig:
     temporal: int
     merge: int
     resample: int
+    token_cap: int | None
+    """Tokens that `cap_pixels_per_frame` counts with: of all frames (Qwen2), of one (Qwen3); None: no cap."""
     levels: numpy.ndarray[Any, numpy.dtype[numpy.float32]]
     identity: str
 
@@ -72,6 +76,7 @@ def read_video_config(folder: Path) -> VideoConfig | None:
         temporal=int(facts.get("temporal_patch_size") or 2),
         merge=int(facts.get("merge_size") or 2),
         resample=int(facts.get("resample", _BICUBIC)),
+        token_cap=int(facts.get("max_video_tokens") or _TOKEN_CAPS[kind]) if facts.get(_CAP) else None,
         levels=_levels(mean, std, facts.get("rescale_factor", 1 / 255)),
         identity=identity_of(kind, facts, _decoder()),
     )

@@ -76,11 +76,9 @@ class VideoProcessor:
     def _size(self, frames: int, height: int, width: int, options: VideoOptions) -> tuple[int, int]:
         """Return height and width that frames are resized to; raises UnsupportedMedia."""
         config = self._config
-        bounds = {
-            "factor": config.patch * config.merge,
-            "min_pixels": options.min_pixels or config.shortest_edge,
-            "max_pixels": options.max_pixels or config.longest_edge,
-        }
+        low = options.min_pixels or config.shortest_edge
+        high_bound = _capped(config, frames, low, options.max_pixels or config.longest_edge)
+        bounds = {"factor": config.patch * config.merge, "min_pixels": low, "max_pixels": high_bound}
         try:
             if config.kind is Sampling.QWEN2:
                 high, wide = size_of_picture(height, width, **bounds)
@@ -109,6 +107,16 @@ class VideoProcessor:
             picture = Image.fromarray(frame).resize((width, height), Image.Resampling(self._config.resample))
             target[:] = numpy.asarray(picture)
         return resized
+
+
+def _capped(config: VideoConfig, frames: int, low: int, high: int) -> int:
+    """Return the upper bound of pixels (Qwen2: of a frame, Qwen3: of all) under the checkpoint's cap."""
+    if config.token_cap is None:
+        return high
+    pixels, floor = config.token_cap * (config.patch * config.merge) ** 2, int(low * 1.05)
+    if config.kind is Sampling.QWEN2:
+        return max(min(high, int(pixels * 0.9) * config.temporal // frames), floor)
+    return max(min(pixels, high // frames), floor) * frames
 
 
 def cut(frames: Frames, config: VideoConfig) -> numpy.ndarray[Any, numpy.dtype[numpy.float32]]:

@@ -130,6 +130,27 @@ def test_sampling_equals_transformers() -> None:
                 assert qwen2 == places.tolist()
 
 
+@pytest.mark.parametrize(("family", "plain", "capped"), [("qwen2_5_vl", 24, 4), ("qwen3_vl", 12, 4)])
+def test_cap_of_a_checkpoint_counts(tmp_path: Path, family: str, plain: int, capped: int) -> None:
+    """`cap_pixels_per_frame` with few `max_video_tokens` leaves each frame its share (as transformers)."""
+    for path in (MODELS / family).glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    facts = json.loads((tmp_path / "video_preprocessor_config.json").read_bytes())
+    edges = {"shortest_edge": 1, "longest_edge": facts["size"]["longest_edge"]}
+    data, rows = clip(), []
+    for change in (
+        {},
+        {"cap_pixels_per_frame": True, "max_video_tokens": 9 if family == "qwen2_5_vl" else 4},
+    ):
+        changed = facts | {"size": edges} | change
+        (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(changed))
+        config = read_video_config(tmp_path)
+        assert config is not None
+        rows.append(VideoProcessor(config, LIMITS, 10_000).prepare(data, VideoOptions()).layout.rows)
+
+    assert rows == [plain, capped]
+
+
 def test_checkpoint_of_the_hub_without_a_video_file(tmp_path: Path) -> None:
     """Where only the picture processor's file is there its bounds hold, as in transformers; others: none."""
     facts = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 12845056}
