@@ -144,6 +144,11 @@ class WorkerMetrics:
             buckets=_FAST_BUCKETS_S,
             registry=r,
         )
+        self.tower_graphs = Gauge(
+            "epdctl_tower_compiled_graphs",
+            "Graphs of the vision tower that torch.compile has made code of; 0: the tower is not compiled.",
+            registry=r,
+        )
         self.arena_bytes = Gauge(
             "epdctl_arena_bytes",
             "Bytes of the registered arena by what they are doing.",

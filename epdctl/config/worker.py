@@ -140,6 +140,11 @@ class EncodeSettings(WorkerSettings):
     reply_after: Literal["push", "encode"] = Field(
         "push", description="Answer when the consumer has the embeddings, or as soon as they are encoded."
     )
+    compile: bool = Field(
+        False,
+        description="Compile the tower with torch.compile. A worker that cannot does not start; compiling "
+        "takes from half a minute to some minutes.",
+    )
     cache_bytes: int = Field(
         256 * MIB,
         ge=MIB,

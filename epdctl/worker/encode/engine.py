@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 
 from epdctl.errors import EngineUnavailable, EpdError, ShuttingDown
 from epdctl.worker.channel import Message, error_message, message
+from epdctl.worker.encode.acceleration import accelerate
 from epdctl.worker.encode.cache import Entry
 from epdctl.worker.encode.checkpoint import checkpoint_identity
 from epdctl.worker.encode.deliveries import Deliveries, DeliveryPolicy, refusal
@@ -52,11 +54,14 @@ class EncodeEngine:
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
+        self._log = structlog.get_logger()
 
     async def start(self) -> Mapping[str, Any]:
         """Load the tower, run it once, register the arena with Mooncake; raises StartFailed."""
         self._tower = await asyncio.get_running_loop().run_in_executor(self._thread, self.load_tower)
+        await self._accelerate()
         self._memory = HostMemory(self._settings.cache_bytes)
+        pinned = self._tower.pin(self._memory.address, self._memory.nbytes)
         self._arena = Arena(self._settings.cache_bytes)
         events = StackEvents(found=self._looked_up, fits=self._is_ours, room=self._wake)
         self._tiers = TierStack(self._settings, self._memory, self._arena, self._metrics, events)
@@ -67,6 +72,7 @@ class EncodeEngine:
         self._show_gauges()
         await self._tiers.start()
         self._tasks = [asyncio.create_task(self._queue.run()), asyncio.create_task(self._send_outbox())]
+        self._log.info("tower_ready", device=self._settings.device, arena_pinned=pinned)
         return msgspec.structs.asdict(self._facts())
 
     def load_tower(self) -> Tower:
@@ -74,6 +80,13 @@ class EncodeEngine:
         settings = self._settings
         folder = Path(settings.folder)
         return Tower.load(folder, dtype=settings.dtype, device=settings.device, threads=settings.threads)
+
+    async def _accelerate(self) -> None:
+        if not self._settings.compile:
+            return
+        compiler = await asyncio.get_running_loop().run_in_executor(self._thread, accelerate, self._tower)
+        self._metrics.tower_graphs.set_function(lambda: compiler.graphs)
+        self._log.info("tower_compiled", graphs=compiler.graphs)
 
     def _new_deliveries(self) -> Deliveries:
         return Deliveries(

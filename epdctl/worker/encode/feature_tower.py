@@ -15,6 +15,7 @@ import torch
 from accelerate import init_empty_weights
 
 from epdctl.errors import EncodeFailed
+from epdctl.worker.encode.acceleration import Compile
 from epdctl.worker.encode.families import FEATURE_MODELS, FeatureFamily, feature_family
 from epdctl.worker.encode.layout import ItemLayout
 from epdctl.worker.encode.vision import Outputs, Tower
@@ -40,19 +41,23 @@ class FeatureTower(Tower):
         del module.language_model
         return module
 
-    def self_test(self) -> int:
-        """Run a blank picture that fills its tiles."""
+    def blank(self, scale: int = 1) -> tuple[torch.Tensor, ItemLayout]:
+        """Return a blank picture that fills its tiles, whatever the scale: tiles have one size."""
         family = self._family
         high, wide = family.grids[0] if family.grids else (family.side, family.side)
         shape = (family.tiles_of((high, wide)), family.channels, family.side, family.side)
-        geometry = (high, wide) if family.grids else ()
         layout = ItemLayout(
             rows=family.rows_of((high, wide)),
             pixel_shape=shape,
             forward_group=family.group,
-            geometry=geometry,
+            geometry=(high, wide) if family.grids else (),
         )
-        return int(self.encode([(torch.zeros(shape), layout)]).items[0][0].shape[1])
+        return torch.zeros(shape), layout
+
+    def compile_with(self, backend: Compile) -> None:
+        """Compile `get_image_features`: the model itself is never called."""
+        features = self._module.get_image_features
+        self._module.get_image_features = torch.compile(features, backend=backend, dynamic=True)
 
     def takes(self, layout: ItemLayout) -> bool:
         """Return whether tiles, size and rows belong together."""

@@ -33,6 +33,7 @@ class EncodeEngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     device: str
     threads: int
+    compile: bool = False
     cache_bytes: int
     max_batch_tokens: int
     max_batch_items: int

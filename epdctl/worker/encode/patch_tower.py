@@ -39,13 +39,13 @@ class PatchTower(Tower):
         with init_empty_weights(include_buffers=False):
             return kind(config.vision_config)
 
-    def self_test(self) -> int:
-        """Run a blank picture of two merged patches a side."""
-        side = 2 * self.merge
-        blank = torch.zeros(side * side, self.patch_elements)
-        layout = ItemLayout(rows=4, pixel_shape=blank.shape, forward_group=PATCHES, geometry=(1, side, side))
-        outputs = self.encode([(blank, layout)])
-        return sum(level.shape[1] for level in outputs.items[0])
+    def blank(self, scale: int = 1) -> tuple[torch.Tensor, ItemLayout]:
+        """Return a blank picture of `2 * scale` merged patches a side."""
+        side = 2 * scale * self.merge
+        pixels = torch.zeros(side * side, self.patch_elements)
+        return pixels, ItemLayout(
+            rows=(2 * scale) ** 2, pixel_shape=pixels.shape, forward_group=PATCHES, geometry=(1, side, side)
+        )
 
     def takes(self, layout: ItemLayout) -> bool:
         """Return whether pixels and rows are those of the grid."""

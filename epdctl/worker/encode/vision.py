@@ -4,6 +4,7 @@
     tower.width, tower.dtype
     outputs = tower.encode([(pixels, layout), ...])
     outputs.copy_rows(i, target)         # the i-th item's rows into memory, cast on the way
+    tower.fence.wait()                   # after the copies: now the host may read them
 
 Here is what all towers have in common; `patch_tower` and `feature_tower` are the two kinds.
 
@@ -24,6 +25,8 @@ import torch
 from transformers import AutoConfig
 
 from epdctl.errors import EncodeFailed
+from epdctl.worker.encode.acceleration import Compile
+from epdctl.worker.encode.devices import fence_of, find_device, pin_host_memory
 from epdctl.worker.encode.families import NotServed, feature_family
 from epdctl.worker.encode.layout import ItemLayout
 from epdctl.worker.encode.weights import read_tower
@@ -40,12 +43,18 @@ class Outputs:
     dtype: torch.dtype
 
     def copy_rows(self, index: int, target: memoryview) -> None:
-        """Copy the rows of item `index` into `target` (exactly their bytes), once, in `dtype`."""
+        """Copy the rows of item `index` into `target` (exactly their bytes), once, in `dtype`.
+
+        A device may still be copying when this returns; the tower's fence waits for that.
+        """
         levels = self.items[index]
         rows, hidden = levels[0].shape
         table = torch.frombuffer(target, dtype=self.dtype).view(rows, hidden * len(levels))
         for number, level in enumerate(levels):
-            table[:, number * hidden : (number + 1) * hidden].copy_(level)
+            # Side by side the target is not contiguous: torch would copy through a buffer of its own, which
+            # a device must have filled before it is read.
+            place = table[:, number * hidden : (number + 1) * hidden]
+            place.copy_(level, non_blocking=len(levels) == 1)
 
 
 class Tower(ABC):
@@ -55,6 +64,7 @@ class Tower(ABC):
         self._module = module
         self._device = device
         self._dtype = dtype
+        self.fence = fence_of(device)
         self.model_type: str = config.model_type
         self.width = 0
 
@@ -82,7 +92,7 @@ class Tower(ABC):
         """
         torch.set_num_threads(threads)
         config = read_config(folder)
-        place = _device(device)
+        place = find_device(device)
         chosen = _dtype(config, dtype)
         kind = _kind_of(folder, config)
         module = kind.build(config)
@@ -106,8 +116,8 @@ class Tower(ABC):
         """Return the tower's module with its parameters on the meta device, without a language model."""
 
     @abstractmethod
-    def self_test(self) -> int:
-        """Run a blank item and return the width of its rows; raises EncodeFailed."""
+    def blank(self, scale: int = 1) -> tuple[torch.Tensor, ItemLayout]:
+        """Return a small blank item; with a larger `scale` a larger one, if the tower takes several sizes."""
 
     @abstractmethod
     def takes(self, layout: ItemLayout) -> bool:
@@ -120,6 +130,27 @@ class Tower(ABC):
         Raises:
             EncodeFailed: the tower failed, or gave another number of rows than the layouts say.
         """
+
+    def self_test(self) -> int:
+        """Run a blank item and return the width of its rows; raises EncodeFailed."""
+        outputs = self.encode([self.blank()])
+        self.fence.wait()
+        return sum(int(level.shape[1]) for level in outputs.items[0])
+
+    def warm_up(self) -> None:
+        """Run blank items of different sizes, alone and together; raises EncodeFailed."""
+        for scale in (1, 2, 3):
+            self.encode([self.blank(scale)])
+            self.encode([self.blank(scale)] * 2)
+        self.fence.wait()
+
+    def compile_with(self, backend: Compile) -> None:
+        """Hand the tower's graphs to `backend` from the next forward on."""
+        self._module.compile(backend=backend, dynamic=True)
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        """Let the tower's device copy into that host memory by itself; see `devices`."""
+        return pin_host_memory(self._device, address, nbytes)
 
     def nbytes_of(self, rows: int) -> int:
         """Return the bytes of `rows` embedding rows."""
@@ -155,15 +186,6 @@ def read_config(folder: Path) -> Any:
     if getattr(config, "quantization_config", None) is not None:
         raise StartFailed(f"{folder}: quantized checkpoints are not served, use the original weights")
     return config
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise StartFailed(f"--device {name}: no such device for this build of torch") from error
-    return device
 
 
 def _dtype(config: Any, asked: str) -> torch.dtype:
