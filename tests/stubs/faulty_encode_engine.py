@@ -3,10 +3,12 @@
 Run by the worker's front instead of `epdctl.worker.encode.engine`. What happens is read, before every
 forward, from the file that the variable EPDCTL_TEST_FAULT names: nothing (all well), `raise` (every forward
 fails), `poison` (a forward with an all-black picture fails), `hang` (forwards wait until the file changes).
+The file beside it, with `.sizes` at its end, says how many entries the engine's tables have.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -53,6 +55,23 @@ class FaultyEncodeEngine(EncodeEngine):
         loaded: Any = super().load_tower()
         loaded.__class__ = FaultyTower
         return loaded  # type: ignore[no-any-return]
+
+    def health(self) -> str | None:
+        """Write down how much every table holds, next to the switch, with each heart-beat."""
+        sizes = {
+            "flights": len(self._flights),
+            "asks": len(self._asks),
+            "outbox": self._outbox.qsize(),
+            "deliveries": len(self._deliveries),
+            "announced": len(self._deliveries._announced),
+            "pushes": self._transfer.pusher.stats().open,
+            "waiting": len(self._queue._waiting),
+        }
+        sizes_file = Path(os.environ[FAULT_FILE] + ".sizes")
+        other = sizes_file.with_suffix(".writing")
+        other.write_text(json.dumps(sizes))
+        other.replace(sizes_file)
+        return super().health()
 
 
 if __name__ == "__main__":
