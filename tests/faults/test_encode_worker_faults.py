@@ -66,7 +66,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EncodeWor
     switch = Switch(folder / "fault")
     worker = start_worker(
         folder,
-        *("--transfer-timeout", "3", "--max-item-tokens", "100000"),
+        *("--transfer-timeout", "3", "--max-item-tokens", "100000", "--queue-items", "4000"),
         module="tests.stubs.faulty_encode_worker",
         env=switch.env,
     )
@@ -280,6 +280,32 @@ async def test_dead_consumer_fails_fast_and_harms_no_other(worker: EncodeWorker)
     assert (dead.status, dead.code) == (503, "consumer_unavailable")
     assert good.status == 200
     assert took_s < 5.0
+
+
+async def test_cache_hits_for_silent_consumers_are_bounded(worker: EncodeWorker) -> None:
+    """Hits that wait for silent consumers fill the engine up to its bound; beyond it they are 429 at once,
+    the others fail in time, and nothing stays pinned."""
+    known = part(picture((77, 1, 1)))
+    assert (await worker.encode(known)).status == 200
+
+    async with StubConsumer({"reserve": "silent"}) as one, StubConsumer({"reserve": "silent"}) as other:
+        begun = time.monotonic()
+        replies = await asyncio.gather(
+            *(
+                worker.encode(
+                    *([known] * 60), consumer=consumer.address, transfer_ids=[new_id() for _ in range(60)]
+                )
+                for consumer in (one, other)
+                for _ in range(14)
+            )
+        )
+        took_s = time.monotonic() - begun
+
+    answers = {(reply.status, reply.code) for reply in replies}
+    assert (429, "overloaded") in answers
+    assert answers <= UNAVAILABLE | {(429, "overloaded")}
+    assert took_s < 15.0
+    await until_nothing_pinned(worker)
 
 
 BIG = {"mm_processor_kwargs": {"min_pixels": 1_000_000, "max_pixels": 1_100_000}}
