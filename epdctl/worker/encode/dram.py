@@ -26,7 +26,7 @@ class Slot:
     key: str
     nbytes: int
     facts: Facts
-    rows: bytearray | None = None
+    rows: memoryview | None = None
 
 
 class DramTier:

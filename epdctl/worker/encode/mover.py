@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import mmap
 from typing import Protocol
 
 from epdctl.worker.encode.call_thread import CallThread
 from epdctl.worker.encode.dram import Slot
 from epdctl.worker.transfer.arena import Region
+
+_MAPPED_FROM = 128 * 1024
 
 
 class ArenaBytes(Protocol):
@@ -68,21 +71,32 @@ class Mover:
     def _copy_out(self, slot: Slot, region: Region) -> bool:
         """Give `slot` its rows; false (and no rows) when there is no memory for them."""
         try:
-            rows = bytearray(region.nbytes)
-        except MemoryError:
+            rows = own_memory(region.nbytes)
+        except (MemoryError, OSError):
             return False
-        copy(self._view(region), memoryview(rows))
+        copy(self._view(region), rows)
         slot.rows = rows
         return True
 
     def _copy_in(self, slot: Slot, region: Region) -> bool:
         if slot.rows is None:
             return False
-        copy(memoryview(slot.rows), self._view(region))
+        copy(slot.rows, self._view(region))
         return True
 
     def _view(self, region: Region) -> memoryview:
         return self._memory.view(region.offset, region.nbytes)
+
+
+def own_memory(nbytes: int) -> memoryview:
+    """Return new memory that goes back to the system with its last view.
+
+    Of entries that come and go the heap keeps up to 1.4 times their bytes, a mapping each 1.06 times. For
+    small ones a mapping is too dear, and a process has 65,530 of them at most (Linux).
+    """
+    if nbytes < _MAPPED_FROM:
+        return memoryview(bytearray(nbytes))
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def copy(source: memoryview, target: memoryview) -> None:

@@ -14,7 +14,7 @@ from epdctl.worker.encode.lookups import LookupPolicy, Lookups, Result
 from epdctl.worker.encode.mover import Mover
 from epdctl.worker.encode.shared_tier import SharedPolicy, SharedTier
 from epdctl.worker.encode.store import PutOutcome, StoredValue
-from epdctl.worker.encode.tiers import Tiers
+from epdctl.worker.encode.tiers import Promotion, Stays, Tiers
 from epdctl.worker.transfer.arena import Arena
 from epdctl.worker.transfer.memory import HostMemory
 from tests.stubs.process import wait_until
@@ -151,9 +151,18 @@ async def test_a_promotion_waits_for_room(bench: Bench) -> None:
     assert bench.seen["a"] == b"a" * 2 * UNIT
 
 
-async def test_a_promotion_without_room_in_time_is_told() -> None:
+async def test_a_promotion_without_room_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """When no room comes in time the answer says so, and the embedding is still there."""
-    bench = Bench(room_wait_s=0.05)
+    bench = Bench(room_wait_s=0.1)
+    asked = 0
+    promote = bench.tiers.promote
+
+    def counted(key: str) -> Promotion | Stays | None:
+        nonlocal asked
+        asked += 1
+        return promote(key)
+
+    monkeypatch.setattr(bench.tiers, "promote", counted)
     await bench.encode("a", units=2)
     for key in "bc":
         bench.tiers.cache.pin(await bench.encode(key))
@@ -162,7 +171,7 @@ async def test_a_promotion_without_room_in_time_is_told() -> None:
 
     assert isinstance(result, Overloaded) and "--cache-bytes" in result.message
     assert "a" in bench.tiers.dram
-    assert bench.counted("l2", "no_room") == 1
+    assert (bench.counted("l2", "no_room"), asked) == (1, 1)
     bench.mover.close()
 
 

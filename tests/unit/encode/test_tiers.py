@@ -37,7 +37,7 @@ class World:
 
     def _demote(self, slot: Slot, region: Region) -> None:
         def copy() -> None:
-            slot.rows = self.memory[region.offset : region.offset + region.nbytes]
+            slot.rows = memoryview(self.memory[region.offset : region.offset + region.nbytes])
 
         self.moves.append((True, copy))
 
