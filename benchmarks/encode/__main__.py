@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.encode import tables
-from benchmarks.encode.checkpoint import TINY, Shape, write_checkpoint
+from benchmarks.encode.checkpoint import TINY, TINY_WIDTH, Shape, write_checkpoint
 from benchmarks.encode.hits import cache_hits
 from benchmarks.encode.scheduling import LARGE, scheduling
 from benchmarks.encode.startup import resident, start_up
@@ -66,7 +66,10 @@ def parts_of(options: argparse.Namespace, large: Path) -> dict[str, Part]:
     small_load = Load(images=4 * options.batch, side=options.side, batch=options.batch, rounds=options.rounds)
 
     async def both() -> dict[str, Any]:
-        return {"large": await throughput(large, load), "tiny": await throughput(TINY, small_load)}
+        return {
+            "large": await throughput(large, load, width=Shape().language_hidden),
+            "tiny": await throughput(TINY, small_load, width=TINY_WIDTH),
+        }
 
     every: dict[str, Part] = {
         "throughput": both,

@@ -17,6 +17,7 @@ import numpy
 from PIL import Image
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "tiny-vlm" / "qwen2_5_vl"
+TINY_WIDTH = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

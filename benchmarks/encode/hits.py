@@ -29,10 +29,10 @@ def _arena(metrics: Mapping[str, float]) -> dict[str, float]:
 
 async def _hits(one: Worker, session: aiohttp.ClientSession, side: int, hits: int) -> dict[str, Any]:
     urls = [data_url(picture(10**6 + side, side))]
-    miss = await one.encode(session, urls, None)
-    await one.encode(session, urls, None)
+    miss = await one.encode(session, urls)
+    await one.encode(session, urls)
     before, cpu = await one.metrics(session), (cpu_of(one.pid), cpu_of(one.engine_pid))
-    seconds = [await one.encode(session, urls, None) for _ in range(hits)]
+    seconds = [await one.encode(session, urls) for _ in range(hits)]
     spent = cpu_of(one.pid) - cpu[0], cpu_of(one.engine_pid) - cpu[1]
     after = await one.metrics(session)
     cached = after['epdctl_cache_bytes{tier="l1"}']

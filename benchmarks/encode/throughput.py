@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,18 +24,23 @@ import aiohttp
 from benchmarks.encode.checkpoint import data_url, picture
 from benchmarks.encode.world import Line, Worker, cpu_of, line_process, pin, worker
 
-CONSUMER_BYTES = 256 * 2**20
-CACHE_FLAGS = ("--cache-bytes", str(64 * 2**20))
+ROW_SIDE = 28
+MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """`images` of `side` x `side` in each round, in requests and batches of `batch`."""
+    """`images` of `side` x `side` (a multiple of 28) a round, in requests and batches of `batch`."""
 
     images: int
     side: int
     batch: int
     rounds: int
+
+    @property
+    def rows(self) -> int:
+        """Embedding rows of an image: one for 28 x 28 pixels."""
+        return (self.side // ROW_SIDE) ** 2
 
 
 class Seeds:
@@ -48,60 +54,87 @@ class Seeds:
         return list(itertools.islice(self._next, count))
 
 
-async def worker_round(
-    one: Worker, load: Load, seeds: Sequence[int], consumer: str, session: aiohttp.ClientSession
-) -> dict[str, float]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What a measurement needs: the worker, the bare tower, a consumer, and the width of the rows."""
+
+    worker: Worker
+    bare: Line
+    consumer: Line
+    control: str
+    session: aiohttp.ClientSession
+    width: int
+
+
+async def worker_round(world: World, load: Load, seeds: Sequence[int]) -> dict[str, float]:
     """Post all pictures at once, in requests of a batch each; return seconds and processor seconds."""
+    one, prefix = world.worker, f"s{seeds[0]}-"
     urls = [data_url(picture(seed, load.side)) for seed in seeds]
-    requests = [urls[at : at + load.batch] for at in range(0, len(urls), load.batch)]
+    names = [f"{prefix}{number}" for number in range(len(urls))]
+    shape = [load.rows, world.width]
+    await world.consumer.ask({"prefix": prefix, "items": len(urls), "shape": shape, "dtype": "float32"})
     cpu = cpu_of(one.pid), cpu_of(one.engine_pid)
     began = time.perf_counter()
-    await asyncio.gather(*(one.encode(session, request, consumer) for request in requests))
+    requests = (
+        one.encode(world.session, urls[at : at + load.batch], world.control, names[at : at + load.batch])
+        for at in range(0, len(urls), load.batch)
+    )
+    await asyncio.gather(*requests)
     seconds = time.perf_counter() - began
-    return {
-        "seconds": seconds,
-        "front_cpu": cpu_of(one.pid) - cpu[0],
-        "engine_cpu": cpu_of(one.engine_pid) - cpu[1],
-    }
+    spent = {"front_cpu": cpu_of(one.pid) - cpu[0], "engine_cpu": cpu_of(one.engine_pid) - cpu[1]}
+    await world.consumer.hear()
+    return {"seconds": seconds, **spent}
 
 
-async def in_turns(
-    one: Worker, bare: Line, load: Load, consumer: str, session: aiohttp.ClientSession
-) -> Iterator[dict[str, Any]]:
+async def in_turns(world: World, load: Load, seeds: Seeds) -> list[dict[str, Any]]:
     """Run the rounds, bare and worker, starting with the other one each time; the first warms up."""
-    seeds, rounds = Seeds(), []
+    rounds = []
     for number in range(load.rounds + 1):
         found: dict[str, Any] = {}
         for side in ("bare", "worker") if number % 2 else ("worker", "bare"):
             taken = seeds.take(load.images)
             if side == "bare":
-                found["bare"] = await bare.ask({"seeds": taken, "side": load.side, "batch": load.batch})
+                wanted = {"seeds": taken, "side": load.side, "batch": load.batch}
+                found["bare"] = await world.bare.ask(wanted)
             else:
-                found["worker"] = await worker_round(one, load, taken, consumer, session)
+                found["worker"] = await worker_round(world, load, taken)
         rounds.append(found)
-    return iter(rounds[1:])
+    return rounds[1:]
 
 
-async def throughput(
-    folder: Path, load: Load, *, threads: int = 1, flags: Sequence[str] = (), device: str = "cpu"
-) -> dict[str, Any]:
-    """Return the rounds and the median ratio; with two cores the engine has one and the front the other."""
+@asynccontextmanager
+async def open_world(
+    folder: Path,
+    *,
+    width: int,
+    flags: Sequence[str] = (),
+    arena_bytes: int = 64 * MIB,
+    threads: int = 1,
+    device: str = "cpu",
+) -> AsyncIterator[World]:
+    """Start everything; the arenas of worker and consumer have `arena_bytes`."""
     async with AsyncExitStack() as stack:
         bare = await stack.enter_async_context(
             line_process("benchmarks.encode.bare", "tower", str(folder), str(threads), device)
         )
-        settings = f'{{"nbytes": {CONSUMER_BYTES}, "verify": true}}'
+        settings = json.dumps({"nbytes": arena_bytes, "verify": True})
         consumer = await stack.enter_async_context(line_process("benchmarks.transfer.consumer", settings))
-        control = (await consumer.hear())["control"]
+        control = str((await consumer.hear())["control"])
         await bare.hear()
         wanted = ("--dtype", "float32", "--threads", str(threads), "--device", device)
-        batches = ("--max-batch-items", str(load.batch))
-        one = await stack.enter_async_context(worker(folder, *wanted, *batches, *CACHE_FLAGS, *flags))
-        pinned = _pin(one, bare, consumer)
+        arena = ("--cache-bytes", str(arena_bytes))
+        one = await stack.enter_async_context(worker(folder, *wanted, *arena, *flags))
         session = await stack.enter_async_context(
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600))
         )
-        rounds = list(await in_turns(one, bare, load, control, session))
+        yield World(worker=one, bare=bare, consumer=consumer, control=control, session=session, width=width)
+
+
+async def throughput(folder: Path, load: Load, *, width: int) -> dict[str, Any]:
+    """Return the rounds and the medians; with two cores the engine has one and the rest the other."""
+    async with open_world(folder, width=width, flags=("--max-batch-items", str(load.batch))) as world:
+        pinned = _pin(world.worker, world.bare, world.consumer)
+        rounds = await in_turns(world, load, Seeds())
     return {"load": load, "pinned": pinned, "rounds": rounds, **summary(rounds, load.images)}
 
 

@@ -85,12 +85,19 @@ class Worker:
         pin(self.engine_pid, engine)
 
     async def encode(
-        self, session: aiohttp.ClientSession, urls: Sequence[str], consumer: str | None
+        self,
+        session: aiohttp.ClientSession,
+        urls: Sequence[str],
+        consumer: str | None = None,
+        transfer_ids: Sequence[str] = (),
     ) -> float:
-        """Post one request of pictures; return its seconds."""
+        """Post one request of pictures, to be delivered under these ids; return its seconds."""
         body: dict[str, Any] = {"messages": [{"role": "user", "content": _parts(urls)}]}
         if consumer is not None:
-            body["ec_transfer_params"] = {"consumer_zmq": consumer, "ec_items": []}
+            body["ec_transfer_params"] = {
+                "consumer_zmq": consumer,
+                "ec_items": [{"transfer_id": name} for name in transfer_ids],
+            }
         packed = json.dumps(body).encode()
         began = time.perf_counter()
         headers = {"content-type": "application/json"}

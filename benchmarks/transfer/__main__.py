@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine, quietly
-from benchmarks.transfer.items import SIZES, TOTAL_BYTES, Case, items_of
+from benchmarks.transfer.items import SIZES, TOTAL_BYTES, Case, items_of, shape_of
 from benchmarks.transfer.producer import Pushed, Raw, Target, raw_ways
 from epdctl.worker.transfer.environment import mooncake_environment
 from epdctl.worker.transfer.memory import HostMemory
@@ -70,7 +70,7 @@ class ConsumerProcess:
     async def expect(self, prefix: str, case: Case) -> None:
         """Let it take the items of a round."""
         assert self._process.stdin is not None
-        wanted = {"prefix": prefix, "items": case.items, "nbytes": case.nbytes}
+        wanted = {"prefix": prefix, "items": case.items, "shape": shape_of(case.nbytes), "dtype": "bfloat16"}
         self._process.stdin.write(json.dumps(wanted).encode() + b"\n")
         await self.hear()
 

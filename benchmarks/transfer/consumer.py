@@ -3,8 +3,9 @@
     python -m benchmarks.transfer.consumer '{"nbytes": 67108864, "verify": true}'
 
 It prints its control address, Mooncake session and the address of its arena, as one JSON line. For each line
-`{"prefix": "r1-", "items": 16, "nbytes": 1048576}` on standard input it takes and releases the items
-`r1-0` … `r1-15`, as a language engine would, and prints `{"taken": 16}` when it has had them all.
+`{"prefix": "r1-", "items": 16, "shape": [256, 2048], "dtype": "bfloat16"}` on standard input it prints
+`{"waiting": 16}`, takes and releases the items with transfer ids `r1-0` … `r1-15`, as a language engine
+would, and prints `{"taken": 16}` when it has had them all.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import os
 import sys
 from typing import Any
 
-from benchmarks.transfer.items import HOST, shape_of
-from epdctl.domain import MmHash, TransferId
+from benchmarks.transfer.items import HOST
+from epdctl.domain import TransferId
 from epdctl.worker.transfer.environment import mooncake_environment
 from epdctl.worker.transfer.memory import HostMemory
 from epdctl.worker.transfer.mooncake import TransferEngine
@@ -32,12 +33,9 @@ def _say(answer: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-async def _take(receiver: Receiver, prefix: str, number: int, nbytes: int) -> None:
+async def _take(receiver: Receiver, transfer_id: str, spec: TensorSpec) -> None:
     received = await receiver.take(
-        transfer_id=TransferId(f"{prefix}{number}"),
-        mm_hash=MmHash(f"hash-{prefix}{number}"),
-        expect=TensorSpec(shape_of(nbytes), "bfloat16"),
-        deadline_s=TAKE_S,
+        transfer_id=TransferId(transfer_id), mm_hash=None, expect=spec, deadline_s=TAKE_S
     )
     received.release()
 
@@ -46,8 +44,8 @@ async def _obey(receiver: Receiver) -> None:
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         wanted = json.loads(line)
-        items, nbytes = int(wanted["items"]), int(wanted["nbytes"])
-        takes = [_take(receiver, wanted["prefix"], number, nbytes) for number in range(items)]
+        items, spec = int(wanted["items"]), TensorSpec(tuple(wanted["shape"]), wanted["dtype"])
+        takes = [_take(receiver, f"{wanted['prefix']}{number}", spec) for number in range(items)]
         _say({"waiting": items})
         await asyncio.gather(*takes)
         _say({"taken": items})

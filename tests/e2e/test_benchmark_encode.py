@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
 import pytest
 
 from benchmarks.encode import tables
 from benchmarks.encode.__main__ import parse_arguments
-from benchmarks.encode.checkpoint import TINY
+from benchmarks.encode.checkpoint import TINY, TINY_WIDTH
 from benchmarks.encode.hits import hits_on
 from benchmarks.encode.scheduling import scheduling
-from benchmarks.encode.throughput import Load, in_turns, summary
-from benchmarks.encode.world import line_process, worker
+from benchmarks.encode.throughput import Load, Seeds, in_turns, open_world, summary
 from benchmarks.transfer.__main__ import judged, measure
 from benchmarks.transfer.__main__ import table as transfer_table
 from benchmarks.transfer.items import Case
@@ -31,18 +28,10 @@ LOAD = Load(images=4, side=112, batch=2, rounds=1)
 async def test_worker_and_bare_tower_take_turns() -> None:
     """One worker gives figures of throughput, with every picture delivered to a consumer, and of hits, which
     are counted without a forward."""
-    settings = json.dumps({"nbytes": 4 * 2**20, "verify": True})
-    async with (
-        line_process("benchmarks.encode.bare", "tower", str(TINY)) as bare,
-        line_process("benchmarks.transfer.consumer", settings) as consumer,
-        worker(TINY, "--cache-bytes", str(8 * 2**20)) as one,
-        aiohttp.ClientSession() as session,
-    ):
-        await bare.hear()
-        control = (await consumer.hear())["control"]
-        rounds = list(await in_turns(one, bare, LOAD, control, session))
-        metrics = await one.metrics(session)
-        hits = await hits_on(one, session, (112, 168), hits=3)
+    async with open_world(TINY, width=TINY_WIDTH, arena_bytes=8 * 2**20) as world:
+        rounds = await in_turns(world, LOAD, Seeds())
+        metrics = await world.worker.metrics(world.session)
+        hits = await hits_on(world.worker, world.session, (112, 168), hits=3)
 
     assert metrics['epdctl_ec_transfers_total{outcome="delivered",side="producer"}'] == 2 * LOAD.images
     figures = summary(rounds, LOAD.images)
