@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import aiohttp
@@ -357,7 +358,8 @@ def prepared_video(family: str, data: bytes) -> Prepared:
     config = read_video_config(MODELS / family)
     assert config is not None
     limits = VideoLimits(max_frame_pixels=10**6, max_frames=64, max_pixels=10**7, timeout_s=30.0)
-    return VideoProcessor(config, limits, 10_000).prepare(data, VideoOptions())
+    with closing(VideoProcessor(config, limits, 10_000)) as processor:
+        return processor.prepare(data, VideoOptions())
 
 
 async def test_video_and_picture_of_one_request(

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,8 @@ async def test_a_video_is_answered_as_by_the_whole_model(two_encoders: Running) 
     found = await two_encoders.ask(messages, return_token_ids=True)
 
     limits = VideoLimits(max_frame_pixels=10**6, max_frames=64, max_pixels=10**7, timeout_s=30.0)
-    prepared = VideoProcessor(config, limits, 10_000).prepare(data, VideoOptions())
+    with closing(VideoProcessor(config, limits, 10_000)) as processor:
+        prepared = processor.prepare(data, VideoOptions())
     patches, grid = torch.from_numpy(prepared.pixels), prepared.layout.geometry
     assert grid[0] == 2
     assert _same(found, two_encoders.reference.answer_video(COLOUR_QUESTION, patches, grid))

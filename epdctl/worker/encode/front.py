@@ -90,6 +90,8 @@ class EncodeFront:
         if self._fetcher is not None:
             await self._fetcher.close()
         self._decoding.shutdown(wait=False, cancel_futures=True)
+        if self._preparer is not None:
+            self._preparer.close()
         self._reading.shutdown(wait=False, cancel_futures=True)
 
     def trouble(self) -> str | None:

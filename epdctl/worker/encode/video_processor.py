@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy
-from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as size_of_picture
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as size_of_clip
 
@@ -22,17 +21,22 @@ from epdctl.errors import MediaUnavailable, UnsupportedMedia
 from epdctl.worker.encode.frames import FrameChoice, Sampling, Source, choose_frames, timestamps
 from epdctl.worker.encode.layout import PATCHES, ItemLayout, Prepared
 from epdctl.worker.encode.options import VideoOptions
-from epdctl.worker.encode.video import Frames, VideoLimits, decode_video
+from epdctl.worker.encode.video import ClipPlan, Frames, VideoDecoder, VideoLimits
 from epdctl.worker.encode.video_config import VideoConfig
 
 
 class VideoProcessor:
-    """Decodes, resizes and cuts videos for one checkpoint."""
+    """Decodes, resizes and cuts videos for one checkpoint; `close` it."""
 
     def __init__(self, config: VideoConfig, limits: VideoLimits, max_rows: int) -> None:
         self._config = config
         self._limits = limits
         self._max_rows = max_rows
+        self._decoder = VideoDecoder()
+
+    def close(self) -> None:
+        """End the decoder processes."""
+        self._decoder.close()
 
     def prepare(self, content: bytes, options: VideoOptions) -> Prepared:
         """Return the video in `content` cut into patches.
@@ -54,11 +58,14 @@ class VideoProcessor:
             self._check_rows(len(chosen), *self._size(len(chosen), source.height, source.width, options))
             return chosen
 
-        clip = decode_video(content, choose, self._limits)
-        frames, height, width = clip.frames.shape[:3]
-        high, wide = self._size(frames, height, width, options)
-        pixels = cut(self._resized(clip.frames, high, wide), self._config)
+        def size_of(source: Source, frames: int) -> tuple[int, int]:
+            return self._size(frames, source.height, source.width, options)
+
         config = self._config
+        plan = ClipPlan(choose=choose, size_of=size_of, resample=config.resample)
+        clip = self._decoder.decode(content, plan, self._limits)
+        frames, high, wide = clip.frames.shape[:3]
+        pixels = cut(clip.frames, config)
         grid = (-(-frames // config.temporal), high // config.patch, wide // config.patch)
         metadata: dict[str, Any] = {"video_grid_thw": list(grid)}
         if config.kind is Sampling.QWEN3:
@@ -98,15 +105,6 @@ class VideoProcessor:
         if rows > self._max_rows:
             text = f"the video gives {rows} embedding rows, more than {self._max_rows}"
             raise MediaUnavailable(f"{text} (--max-item-tokens)")
-
-    def _resized(self, frames: Frames, height: int, width: int) -> Frames:
-        if frames.shape[1:3] == (height, width):
-            return frames
-        resized = numpy.empty((len(frames), height, width, 3), dtype=numpy.uint8)
-        for target, frame in zip(resized, frames, strict=True):
-            picture = Image.fromarray(frame).resize((width, height), Image.Resampling(self._config.resample))
-            target[:] = numpy.asarray(picture)
-        return resized
 
 
 def _capped(config: VideoConfig, frames: int, low: int, high: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from epdctl.worker.encode.frames import FrameChoice, Sampling, Source, choose_fr
 from epdctl.worker.encode.layout import Prepared
 from epdctl.worker.encode.options import VideoOptions
 from epdctl.worker.encode.video import VideoLimits
-from epdctl.worker.encode.video_config import read_video_config
+from epdctl.worker.encode.video_child import resized
+from epdctl.worker.encode.video_config import VideoConfig, read_video_config
 from epdctl.worker.encode.video_processor import VideoProcessor, cut
 from tests.stubs.videos import clip
 
@@ -33,7 +35,13 @@ def prepare(family: str, data: bytes, max_rows: int = 10_000, **options: Any) ->
     """Return the patches of a video."""
     config = read_video_config(MODELS / family)
     assert config is not None
-    return VideoProcessor(config, LIMITS, max_rows).prepare(data, VideoOptions(**options))
+    return prepare_with(config, data, max_rows, **options)
+
+
+def prepare_with(config: VideoConfig, data: bytes, max_rows: int = 10_000, **options: Any) -> Prepared:
+    """Return the patches of a video under a configuration."""
+    with closing(VideoProcessor(config, LIMITS, max_rows)) as processor:
+        return processor.prepare(data, VideoOptions(**options))
 
 
 @pytest.mark.parametrize("frames", [1, 2, 5])
@@ -64,11 +72,10 @@ def test_still_video_has_the_patches_of_its_picture(family: str) -> None:
     processor = AutoImageProcessor.from_pretrained(MODELS / family, backend="pil")
     assert config is not None
     still = numpy.random.default_rng(2).integers(0, 256, (90, 120, 3), dtype=numpy.uint8)
-    videos = VideoProcessor(config, LIMITS, 10_000)
     seen = processor(images=[Image.fromarray(still)], return_tensors="np")
     _, high, wide = seen["image_grid_thw"][0] * config.patch
 
-    ours = cut(videos._resized(numpy.stack([still, still]), int(high), int(wide)), config)
+    ours = cut(resized(numpy.stack([still, still]), int(high), int(wide), config.resample), config)
 
     numpy.testing.assert_allclose(ours, seen["pixel_values"], atol=1e-5)
 
@@ -146,7 +153,7 @@ def test_cap_of_a_checkpoint_counts(tmp_path: Path, family: str, plain: int, cap
         (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(changed))
         config = read_video_config(tmp_path)
         assert config is not None
-        rows.append(VideoProcessor(config, LIMITS, 10_000).prepare(data, VideoOptions()).layout.rows)
+        rows.append(prepare_with(config, data).layout.rows)
 
     assert rows == [plain, capped]
 
