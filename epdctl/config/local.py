@@ -24,7 +24,7 @@ class UpSettings(CommandSettings):
 
     examples:
       epdctl up 1e1pd --model models/tiny-vlm/qwen2_5_vl
-      epdctl up 2e2p2d --model models/tiny-vlm/qwen3_vl --port 9000
+      epdctl up 2e2p2d --model models/tiny-vlm/qwen3_vl --port 9000 --with-store
     """
 
     model_config = SettingsConfigDict(cli_prog_name="epdctl up")
@@ -38,6 +38,9 @@ class UpSettings(CommandSettings):
     )
     port: int = Field(8000, ge=1, le=65535, description="Port of the proxy; workers take free ports.")
     device: str = Field("cpu", description="Device of all workers: cpu, cuda, cuda:N.")
+    with_store: bool = Field(
+        False, description="Start a Mooncake Store too, which keeps embeddings for all encode workers."
+    )
     log_dir: Path = Field(Path(".run"), description="Folder for one log file a process.")
     start_timeout: float = Field(300, gt=0, description="Seconds each process may take to become healthy.")
     stop_grace: float = Field(15, gt=0, description="Seconds for processes to end before they are killed.")

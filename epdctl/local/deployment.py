@@ -17,7 +17,16 @@ from pathlib import Path
 
 import aiohttp
 
-from epdctl.local.plan import HOST, ProcessPlan, WorkerOptions, plan_proxy, plan_workers, ports_needed
+from epdctl.local.plan import (
+    HOST,
+    STORE_PORTS,
+    ProcessPlan,
+    WorkerOptions,
+    plan_proxy,
+    plan_store,
+    plan_workers,
+    ports_needed,
+)
 from epdctl.local.processes import Child, StartFailed, start_child, stop_children, wait_healthy
 from epdctl.local.shape import Shape
 from epdctl.wire import encode_json
@@ -122,10 +131,13 @@ async def deploy(
     environment = {**environment, "ADMIN_API_KEY": key}
     await asyncio.to_thread(log_dir.mkdir, parents=True, exist_ok=True)
     proxy = plan_proxy(proxy_port)
-    workers = plan_workers(shape, free_ports(ports_needed(shape)), options)
+    ports = free_ports(STORE_PORTS + ports_needed(shape))
+    stores = (plan_store(ports[:STORE_PORTS]),) if options.with_store else ()
+    store = f"{HOST}:{ports[0]}" if options.with_store else None
+    workers = plan_workers(shape, ports[STORE_PORTS:], options, store)
     children: list[Child] = []
     try:
-        await _start_all((proxy, *workers), log_dir, environment, say, children)
+        await _start_all((proxy, *stores, *workers), log_dir, environment, say, children)
         try:
             await _wait_all(children, start_timeout_s, say)
         except ExceptionGroup as group:

@@ -23,9 +23,13 @@ _COMMAND = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
-    """One process to start: `arguments` follow `epdctl`; `registration` is the body for POST /instances."""
+    """One process to start: `arguments` follow `epdctl`, or `program` of the same environment.
+
+    `registration` is the body for POST /instances.
+    """
 
     name: str
+    program: str | None = None
     arguments: tuple[str, ...]
     url: str
     registration: dict[str, object] | None = field(default=None)
@@ -33,12 +37,13 @@ class ProcessPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """What all workers of a deployment share."""
+    """What all workers of a deployment share; `with_store`: a Mooncake Store for the encode workers too."""
 
     model: str
     served_model_name: str
     device: str
     extra: tuple[str, ...] = ()
+    with_store: bool = False
 
 
 def plan_proxy(port: int, arguments: Sequence[str] = ()) -> ProcessPlan:
@@ -62,25 +67,57 @@ def plan_proxy(port: int, arguments: Sequence[str] = ()) -> ProcessPlan:
     )
 
 
+STORE_PORTS = 2
+"""A store's master takes two ports: for its clients, and for its metrics."""
+
+
+def plan_store(ports: Sequence[int]) -> ProcessPlan:
+    """Return the process of a Mooncake Store's master."""
+    port, metrics_port = ports
+    return ProcessPlan(
+        name="store",
+        program="mooncake_master",
+        arguments=(
+            f"--rpc_address={HOST}",
+            f"--rpc_port={port}",
+            f"--metrics_host={HOST}",
+            f"--metrics_port={metrics_port}",
+            "--logtostderr=1",
+        ),
+        url=f"http://{HOST}:{metrics_port}",
+    )
+
+
 def ports_needed(shape: Shape) -> int:
     """Return how many ports the workers of `shape` take: HTTP for each, and EC control for each consumer."""
     return len(shape.roles()) + sum(role in (Role.PREFILL, Role.PREFILL_DECODE) for role in shape.roles())
 
 
-def plan_workers(shape: Shape, ports: Sequence[int], options: WorkerOptions) -> tuple[ProcessPlan, ...]:
-    """Return the worker processes of `shape`, taking `ports_needed(shape)` ports in order."""
+def plan_workers(
+    shape: Shape, ports: Sequence[int], options: WorkerOptions, store: str | None = None
+) -> tuple[ProcessPlan, ...]:
+    """Return the worker processes of `shape`, taking `ports_needed(shape)` ports in order.
+
+    `store` is the host:port of a Mooncake Store's master for the encode workers.
+    """
     free = iter(ports)
     counts: dict[Role, int] = {}
     plans = []
     for role in shape.roles():
         index = counts[role] = counts.get(role, -1) + 1
         ec_port = next(free) if role in (Role.PREFILL, Role.PREFILL_DECODE) else None
-        plans.append(_plan_worker(role, index, next(free), ec_port, options))
+        arguments = ("--mooncake-store", store) if store and role is Role.ENCODE else ()
+        plans.append(_plan_worker(role, index, next(free), ec_port, options, arguments))
     return tuple(plans)
 
 
 def _plan_worker(
-    role: Role, index: int, port: int, ec_port: int | None, options: WorkerOptions
+    role: Role,
+    index: int,
+    port: int,
+    ec_port: int | None,
+    options: WorkerOptions,
+    own_arguments: Sequence[str],
 ) -> ProcessPlan:
     url = f"http://{HOST}:{port}"
     ec_arguments = () if ec_port is None else ("--ec-ip", HOST, "--ec-port", str(ec_port))
@@ -101,6 +138,7 @@ def _plan_worker(
             "--device",
             options.device,
             *ec_arguments,
+            *own_arguments,
             *options.extra,
         ),
         url=url,

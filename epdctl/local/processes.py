@@ -40,13 +40,11 @@ class Child:
 
 
 async def start_child(plan: ProcessPlan, log_dir: Path, environment: dict[str, str]) -> Child:
-    """Start `plan` with its output in `log_dir`/<name>.log, which starts empty."""
+    """Start `plan` with its output in `log_dir`/<name>.log, which starts empty; raises StartFailed."""
     log = log_dir / f"{plan.name}.log"
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "epdctl",
+            *_program(plan),
             *plan.arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
@@ -55,6 +53,17 @@ async def start_child(plan: ProcessPlan, log_dir: Path, environment: dict[str, s
             start_new_session=True,
         )
     return Child(plan=plan, process=process, log=log)
+
+
+def _program(plan: ProcessPlan) -> tuple[str, ...]:
+    if plan.program is None:
+        return (sys.executable, "-m", "epdctl")
+    # Beside this interpreter: where the wheel that has it put it, whatever the PATH says.
+    path = Path(sys.executable).parent / plan.program
+    if not path.is_file():
+        extras = "epdctl[cpu], epdctl[cuda12], epdctl[cuda13]"
+        raise StartFailed(f"{path} is missing: install one of the extras {extras}")
+    return (str(path),)
 
 
 def _last_lines(log: Path, count: int = 5) -> str:

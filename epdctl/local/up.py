@@ -65,7 +65,12 @@ async def _serve(settings: UpSettings, say: Say) -> int:
     model = settings.served_model_name or settings.model
     async with deploy(
         parse_shape(settings.shape),
-        WorkerOptions(model=settings.model, served_model_name=model, device=settings.device),
+        WorkerOptions(
+            model=settings.model,
+            served_model_name=model,
+            device=settings.device,
+            with_store=settings.with_store,
+        ),
         proxy_port=settings.port,
         log_dir=settings.log_dir,
         environment=child_environment(),

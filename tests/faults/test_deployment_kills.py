@@ -72,7 +72,7 @@ async def _world(
     async with (
         deploy(
             parse_shape("2e2p2d"),
-            WorkerOptions(model=str(QWEN2_5_VL), served_model_name=MODEL, device="cpu"),
+            WorkerOptions(model=str(QWEN2_5_VL), served_model_name=MODEL, device="cpu", with_store=True),
             proxy_port=free_ports(1)[0],
             log_dir=logs,
             environment=environment,
@@ -112,10 +112,14 @@ async def _kill_under_load(
 
 
 async def test_each_role_may_be_killed_under_load(tmp_path: Path) -> None:
-    """Every request ends rightly or with an honest error, nothing stays held, and the worker comes back."""
+    """Every request ends rightly or with an honest error, nothing stays held, and the worker comes back.
+
+    The encoders share a store: what the killed one had lent it is gone, and nobody fails for that.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MC_FORCE_TCP": "1", "ADMIN_API_KEY": "k"}
     restarted: list[Child] = []
     async with _world(tmp_path, environment) as (deployment, session):
+        assert all('"event":"store_up"' in (tmp_path / f"encode-{n}.log").read_text() for n in range(2))
         try:
             for round_, name in enumerate(("encode-0", "prefill-0", "decode-0")):
                 victim = next(c for c in deployment.children if c.plan.name == name)

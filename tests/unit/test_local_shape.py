@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epdctl.domain import Role
-from epdctl.local.plan import WorkerOptions, plan_workers, ports_needed
+from epdctl.local.plan import WorkerOptions, plan_store, plan_workers, ports_needed
 from epdctl.local.shape import Shape, parse_shape
 
 pytestmark = pytest.mark.unit
@@ -50,6 +50,20 @@ def test_each_consumer_is_registered_with_its_own_control_address() -> None:
     assert not any(body["ec_zmq_addrs"] for body in by_role[Role.ENCODE] + by_role[Role.DECODE])
     used = [int(word) for plan in plans for word in plan.arguments if word.isdigit()]
     assert sorted(used) == ports
+
+
+def test_only_encoders_get_the_store_of_a_deployment() -> None:
+    """A store's master listens on loopback on its own ports; the encode workers are given its address."""
+    master = plan_store([20100, 20101])
+    shape = parse_shape("2e1p1d")
+
+    plans = plan_workers(shape, range(20000, 20000 + ports_needed(shape)), OPTIONS, "127.0.0.1:20100")
+
+    assert (master.program, master.url) == ("mooncake_master", "http://127.0.0.1:20101")
+    assert "--rpc_address=127.0.0.1" in master.arguments and "--rpc_port=20100" in master.arguments
+    with_store = [p.arguments[1] for p in plans if "--mooncake-store" in p.arguments]
+    assert with_store == ["encode", "encode"]
+    assert "--mooncake-store" not in " ".join(plan_workers(shape, range(20000, 20099), OPTIONS)[-1].arguments)
 
 
 def test_consumers_start_before_the_encoders_that_push_to_them() -> None:
