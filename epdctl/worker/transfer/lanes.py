@@ -7,8 +7,8 @@ Rules of this file:
   contacted blocks the whole engine for 60 s. A failed session is probed at most once in `RETRY_S`.
 - When a write fails, everything queued for its session fails with it, at once.
 - A write takes a fourth of what is queued for its session, between `CHUNK_BYTES` and `LONGEST_BYTES`: large
-  pieces are cut to that, and neighbours (adjacent at both ends) merged up to it. Four lanes of 1 MB drain in
-  a millisecond, in which a busy event loop may not have let the polling thread look once.
+  pieces are cut to that, and neighbours (adjacent at both ends) merged up to it and `MERGED_BYTES`.
+  Four lanes of 1 MB drain in a millisecond, in which the polling thread may not have been let look once.
 - A job is settled when the engine reads none of its bytes any more, which may be long after it has failed.
 
 No engine, no clock, no threads here: `now` (seconds) is handed in. Numbers are from measurements of
@@ -22,7 +22,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-CHUNK_BYTES, LONGEST_BYTES = 2**20, 2**22
+CHUNK_BYTES, LONGEST_BYTES = 2**20, 2**24
+MERGED_BYTES = 2**22
+"""Items that are merged end together: more would make the first of them wait too long."""
 LANES = 4
 RETRY_S = 1.0
 MAX_SESSIONS = 1024
@@ -185,6 +187,7 @@ class Lanes:
 
     def _next(self, name: str, peer: _Session) -> Submission:
         longest = peer.longest
+        merged = min(longest, MERGED_BYTES)
         job, piece = peer.queue.popleft()
         jobs = [job]
         if piece.nbytes > longest:
@@ -192,7 +195,7 @@ class Lanes:
             peer.queue.appendleft((job, rest))
         else:
             self._jobs[job].queued -= 1
-        while peer.queue and _adjoins(piece, peer.queue[0][1], longest):
+        while peer.queue and _adjoins(piece, peer.queue[0][1], merged):
             other, following = peer.queue.popleft()
             piece = Piece(piece.source, piece.destination, piece.nbytes + following.nbytes)
             jobs.append(other)

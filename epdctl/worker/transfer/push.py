@@ -61,7 +61,7 @@ class Push:
         self.bytes_written = 0
         self.asked: Exchange | None = None
         self._nbytes = nbytes
-        self._spare_ids = list(spare_ids)
+        self._spare_ids = iter(spare_ids)
         self._policy = policy
         self._source = Source.ABSENT
         self._held: Held | None = None
@@ -242,10 +242,11 @@ class Push:
         self._ask(Cancel(held.transfer_id, held.reservation_id, abandon=True, refresh=refresh, fenced=True))
 
     def _replace_id(self) -> None:
-        if not self._spare_ids:
+        spare = next(self._spare_ids, None)
+        if spare is None:
             self._fail(Failure.WRITER_GONE)
             return
-        self.transfer_id = self._spare_ids.pop(0)
+        self.transfer_id = spare
         self._renewed = False
         self._reserve()
 

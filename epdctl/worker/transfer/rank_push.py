@@ -48,6 +48,9 @@ FRESH_S = 1.5
 """A consumer that was heard of this lately is there; a write to a hung one could stall every other."""
 
 
+SPARE_IDS = 2
+
+
 class WriteEngine(Protocol):
     """What a push needs of the transfer engine."""
 
@@ -93,7 +96,7 @@ class RankPush:
         self._push = Push(
             announcement.nbytes,
             transfer_id=announcement.transfer_id,
-            spare_ids=(around.new_id(), around.new_id()),
+            spare_ids=(around.new_id() for _ in range(SPARE_IDS)),
             policy=around.policy,
         )
         self._source: PushSource | None = None
@@ -197,10 +200,11 @@ class RankPush:
 
     def _ask(self, asked: Exchange, answer: asyncio.Future[Any]) -> None:
         # No task each: a push has two exchanges, and a task costs more than all that is decided in it.
-        self._track(answer)
+        self.tasks.add(answer)
         answer.add_done_callback(partial(self._answered, asked))
 
     def _answered(self, asked: Exchange, future: asyncio.Future[Any]) -> None:
+        self.tasks.discard(future)
         if future.cancelled():
             return
         error = future.exception()

@@ -9,6 +9,7 @@ from epdctl.worker.transfer.lanes import (
     LANES,
     LONGEST_BYTES,
     MAX_SESSIONS,
+    MERGED_BYTES,
     RETRY_S,
     JobUpdate,
     Lanes,
@@ -122,7 +123,7 @@ class TestLanes:
     def test_writes_grow_with_what_is_queued(self) -> None:
         """Much that is queued goes in few long writes, each byte once, and the last ones share the lanes."""
         lanes = opened("s")
-        lanes.add("s", 1, [Piece(100, 5000, 40 * CHUNK_BYTES)])
+        lanes.add("s", 1, [Piece(100, 5000, 80 * CHUNK_BYTES)])
         lengths = []
         while due := lanes.due():
             for submission in due:
@@ -131,9 +132,17 @@ class TestLanes:
                 lanes.ended(submission, True, 0)
 
         assert lengths[0] == LONGEST_BYTES
-        assert sum(lengths) == 40 * CHUNK_BYTES
+        assert sum(lengths) == 80 * CHUNK_BYTES
         assert all(length <= LONGEST_BYTES for length in lengths)
         assert lengths[-2] == CHUNK_BYTES
+
+    def test_neighbours_do_not_wait_for_each_other_too_long(self) -> None:
+        """However much is queued, what is merged stays within its own bound."""
+        lanes = opened("s")
+        for number in range(64):
+            lanes.add("s", number, [Piece(number * CHUNK_BYTES, number * CHUNK_BYTES, CHUNK_BYTES)])
+
+        assert [submission.piece.nbytes for submission in lanes.due()] == [MERGED_BYTES] * LANES
 
     def test_the_first_write_to_a_session_is_short(self) -> None:
         """What a session does with its first write is not known yet, so not much goes into it."""
