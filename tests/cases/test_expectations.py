@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from tests.cases.expect_client import check_exactly_one, check_step
 from tests.cases.expect_process import PROCESS_CHECKS
 from tests.cases.expect_stub import check_consumer, check_file_server, check_upstream
+from tests.cases.expect_worker import WORKER_CHECKS
 from tests.cases.expectations import check_one
 from tests.cases.http_client import Result
 from tests.cases.loader import load_case
@@ -64,7 +67,26 @@ def image(uuid: str, kind: str = "image_url") -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [part]}]}
 
 
+def encoded(height: int, width: int, rows: int) -> Result:
+    """Return an encode worker's answer about one picture that has `rows` rows."""
+    entry = {"metadata": {"image_grid_thw": [1, height, width]}}
+    return answer({"ec_transfer_params": {"h": entry}}, reply={"rows": rows})
+
+
+REFUSED = {"ok": False, "error": "why"}
 CLIENT_TABLE: list[tuple[dict[str, Any], Result, Result]] = [
+    ({"grid_hw": "tall"}, encoded(4, 2, 2), encoded(2, 4, 2)),
+    ({"if_200": "rows==prod(grid)//merge**2"}, encoded(4, 4, 4), encoded(4, 4, 5)),
+    ({"if_200": "rows>=1"}, encoded(2, 2, 1), encoded(2, 2, 0)),
+    ({"reply": {"ok": False}}, answer(reply=[REFUSED]), answer(reply=[REFUSED, {"ok": True}])),
+    ({"reply": {"ok": False}}, answer(reply=[REFUSED]), answer(reply=[{"ok": False}])),
+    ({"reply": {"ok": False}}, answer(reply=[REFUSED]), answer(reply=[None])),
+    (
+        {"reply": {"ok": False}, "timeout_s": 2},
+        answer(reply=[REFUSED]),
+        answer(reply=[REFUSED], started=10.0, ended=13.0),
+    ),
+    ({"push": "ok"}, answer(reply={"push": "ok"}), answer(reply={"push": "error"})),
     ({"status": [200]}, answer(), answer(status=503)),
     (
         {"status": [503], "or": "refused"},
@@ -368,3 +390,81 @@ class TestProcessChecks:
     async def test_foreign_words_are_named(self, world: World) -> None:
         """An expectation of the encode worker's part fails by name."""
         assert await check_one(world, {"started": 3}) == ["['started'] belong to the encode worker's part"]
+
+
+@dataclass
+class Started:
+    """A worker as the pool records it."""
+
+    healthy: bool
+    ended_after_s: float | None = None
+    code: int | None = None
+    stderr: str = ""
+
+    @property
+    def process(self) -> Any:
+        """Its process."""
+        return SimpleNamespace(
+            exit_code=self.code, stderr=self.stderr, log_tail=lambda length: "", name="worker"
+        )
+
+
+def pushed(**reply: Any) -> Result:
+    """Return a push that took 100 ms."""
+    return answer(reply={"push": "ok", "sessions": ["a:1", "a:2"], **reply})
+
+
+class TestWorkerChecks:
+    """Expectations that only a worker's case has."""
+
+    @pytest.mark.parametrize(
+        ("group", "failures"),
+        [
+            ([Started(True), Started(False, 1.0, 1, "port 5999")], 0),
+            ([Started(True), Started(True)], 1),
+            ([Started(True), Started(False, 6.0, 1, "port 5999")], 1),
+            ([Started(True), Started(False, 1.0, 0, "port 5999")], 1),
+            ([Started(True), Started(False, 1.0, 1, "no reason")], 1),
+            ([Started(False, 1.0, 1, "5999"), Started(False, 1.0, 1, "5999")], 1),
+        ],
+    )
+    async def test_starts(self, world: World, group: list[Started], failures: int) -> None:
+        """As many come up as should, and the others end in time, with a code and the reason."""
+        world.records.groups = [group]
+        words = {"started": 1, "others_exit_nonzero_within_s": 5, "stderr_contains": "5999"}
+        assert len([failure async for failure in WORKER_CHECKS["started"](world, words)]) == failures
+
+    @pytest.mark.parametrize(
+        ("control", "failures"),
+        [({"x": (0, 0.5)}, 0), ({"x": (1, 0.5)}, 1), ({"x": (0, 1.5)}, 1), ({}, 1)],
+    )
+    async def test_control_messages(
+        self, world: World, control: dict[str, tuple[int, float]], failures: int
+    ) -> None:
+        """Nothing is lost, nothing stalls, and something was sent."""
+        world.records.control = control
+        words = {"lost": 0, "max_stall_s": 1}
+        assert len([failure async for failure in WORKER_CHECKS["lost"](world, words)]) == failures
+
+    @pytest.mark.parametrize(
+        ("pushes", "failures"),
+        [
+            ([pushed()], 0),
+            ([pushed(push="wrong bytes")], 1),
+            ([pushed(sessions=["a:1", "a:1"])], 1),
+            ([answer(reply=pushed().reply, ended=20.0)], 1),
+        ],
+    )
+    async def test_pushes(self, world: World, pushes: list[Result], failures: int) -> None:
+        """Each push went as it should, in time, between two segments."""
+        world.records.results["push"] = pushes
+        words = {"each_push": "ok", "max_s": 4}
+        assert len([failure async for failure in WORKER_CHECKS["each_push"](world, words)]) == failures
+
+    @pytest.mark.parametrize(("code", "failures"), [(0, 0), (143, 0), (1, 1), (None, 1)])
+    async def test_exits(self, world: World, code: int | None, failures: int) -> None:
+        """A process that was told to stop ends in time with a clean code."""
+        world.process = Started(True, code=code).process
+        world.records.stop_signalled_at = time.monotonic()
+        words = {"exit_within_s": 0.01}
+        assert len([failure async for failure in WORKER_CHECKS["exit_within_s"](world, words)]) == failures
