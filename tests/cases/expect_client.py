@@ -168,7 +168,9 @@ def _first_byte_after_upstream(subject: Results, most: float) -> Iterator[str]:
 
 def _max_latency_ms(subject: Results, most: float) -> Iterator[str]:
     stalls = subject.world.stalls
-    took = [((r.ended - r.started) - stalls.within(r.started, r.ended)) * 1000 for r in subject.things]
+    took = [
+        (r.ended - r.started - stalls.within(r.started, r.ended) - r.starved_s) * 1000 for r in subject.things
+    ]
     if max(took) > most:
         yield f"slowest of {len(took)} took {max(took):.0f} ms, allowed {most}"
 

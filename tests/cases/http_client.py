@@ -51,6 +51,8 @@ class Result:
     aborted: bool = False
     failure: str | None = None
     reply: Any = None
+    starved_s: float = 0.0
+    """How long the answering process had to wait for a core meanwhile: that is the machine's latency."""
 
     def header(self, name: str) -> str | None:
         """Return the first value of a header, whatever its case."""
