@@ -27,6 +27,7 @@ from epdctl.worker.encode.front import EncodeFront, FrontLimits
 from epdctl.worker.encode.messages import EncodeEngineSettings, StoreSettings
 from epdctl.worker.encode.options import PrepareLimits
 from epdctl.worker.encode.reclaim import reclaim
+from epdctl.worker.encode.without_torch import hide_torch
 from epdctl.worker.engine import StartFailed
 from epdctl.worker.leave import leave
 from epdctl.worker.media import MediaLimits
@@ -49,6 +50,7 @@ ENGINE_MODULE = "epdctl.worker.encode.engine"
 def run(settings: EncodeSettings, *, engine_module: str = ENGINE_MODULE) -> int:
     """Run an encode worker until it is told to stop; end the process, or return the code of a bad start."""
     configure_logs(settings.log_format, settings.log_level)
+    hide_torch()
     try:
         folder = find_checkpoint(settings.model)
         listener = bind_socket(settings.host, settings.port)

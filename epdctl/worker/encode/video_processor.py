@@ -1,6 +1,6 @@
 """The checkpoint's video processor, without torchvision: decoded frames become patches for the tower.
 
-Sizes come from transformers' own functions; frames are resized with Pillow like pictures, where
+Sizes are those of transformers' own functions; frames are resized with Pillow like pictures, where
 transformers' video processors use torchvision (values differ by a few of 255 levels at most), then normalised
 and cut exactly as they do: `temporal_patch_size` frames deep, the last frame repeated until that fits.
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as size_of_picture
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as size_of_clip
 
 from epdctl.domain import Modality
 from epdctl.errors import MediaUnavailable, UnsupportedMedia
+from epdctl.worker.encode.clip_size import size_of_clip
 from epdctl.worker.encode.frames import FrameChoice, Sampling, Source, choose_frames, timestamps
 from epdctl.worker.encode.layout import PATCHES, ItemLayout, Prepared
 from epdctl.worker.encode.options import VideoOptions
