@@ -119,7 +119,8 @@ async def test_each_role_may_be_killed_under_load(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MC_FORCE_TCP": "1", "ADMIN_API_KEY": "k"}
     restarted: list[Child] = []
     async with _world(tmp_path, environment) as (deployment, session):
-        assert all('"event":"store_up"' in (tmp_path / f"encode-{n}.log").read_text() for n in range(2))
+        for log in (tmp_path / "encode-0.log", tmp_path / "encode-1.log"):
+            await wait_until(lambda log=log: '"event":"store_up"' in log.read_text(), "the store is used", 60)
         try:
             for round_, name in enumerate(("encode-0", "prefill-0", "decode-0")):
                 victim = next(c for c in deployment.children if c.plan.name == name)

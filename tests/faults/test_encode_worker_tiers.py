@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 import pytest
 
 from epdctl.worker.transfer.environment import mooncake_environment
@@ -118,14 +119,30 @@ async def encode_until_stored(worker: EncodeWorker) -> bytes:
     """Encode new pictures until one was published; return it."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
+        await wait_until(lambda: all_ended(worker), "every publication has ended", 60)
         before = await publications(worker, "stored")
         data = fresh()
         assert (await worker.encode(part(data))).status == 200
-        for _ in range(50):
-            if await publications(worker, "stored") > before:
-                return data
-            await asyncio.sleep(0.02)
+        await wait_until(lambda: all_ended(worker), "the publication has ended", 60)
+        if await publications(worker, "stored") > before:
+            return data
     raise AssertionError("nothing was published within 60 s")
+
+
+async def all_ended(worker: EncodeWorker) -> bool:
+    """Return whether as many publications have ended as items were encoded."""
+    sums = {"epdctl_store_publications_total": 0.0, "epdctl_encode_batch_items_sum": 0.0}
+    for line in (await worker.get("/metrics"))[1].splitlines():
+        series, _, value = line.rpartition(" ")
+        if (name := series.split("{")[0]) in sums:
+            sums[name] += float(value)
+    published, encoded = sums.values()
+    return published >= encoded
+
+
+async def is_unhealthy(worker: EncodeWorker) -> bool:
+    """Return whether `/health` says so."""
+    return not await worker.is_healthy()
 
 
 async def delivered(worker: EncodeWorker, consumer: Consumer, data: bytes) -> Any:
@@ -248,13 +265,49 @@ async def test_a_store_that_hangs_costs_one_deadline(fleet: Fleet) -> None:
     await wait_until(lambda: changes(worker, "store_up") > joined, "the store is joined again", 60)
 
 
+async def test_a_bad_value_is_a_miss(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that somebody overwrote is no hit: the tower runs, and the right value takes its place."""
+    await fleet.joined()
+    known = await keys_of(fleet.master)
+    data = await encode_until_stored(fleet.first)
+    key = (await keys_of(fleet.master) - known).pop()
+    intruder = Intruder(fleet.master, monkeypatch)
+    hits = await looked(fleet.second, "l3", "hit")
+    try:
+        good = await asyncio.to_thread(intruder.read, key)
+        assert good
+        bad = good[:-1] + bytes([good[-1] ^ 1])
+        await asyncio.to_thread(intruder.replace, key, bad)
+
+        async with open_consumer() as consumer:
+            ours = await delivered(fleet.second, consumer, data)
+            theirs = await delivered(fleet.first, consumer, data)
+
+        assert bool((ours == theirs).all())
+        assert await looked(fleet.second, "l3", "hit") == hits
+
+        async def is_healed() -> bool:
+            return await asyncio.to_thread(intruder.read, key) == good
+
+        await wait_until(is_healed, "the second worker's value took its place", 30)
+    finally:
+        await asyncio.to_thread(intruder.close)
+
+
+async def keys_of(master: Master) -> set[str]:
+    """Return the keys that the store has."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(master.metrics_url + "/get_all_keys") as answer,
+    ):
+        return set((await answer.text()).split())
+
+
 async def test_a_full_store_fails_nothing(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """With no byte left in the store requests are served and what it refuses is counted; it is not down."""
     worker = (await fleet.joined()).second
     await encode_until_stored(worker)
-    for name, value in mooncake_environment(os.environ, protocol="tcp").items():
-        monkeypatch.setenv(name, value)
-    filler = Filler(fleet.master)
+    filler = Intruder(fleet.master, monkeypatch)
     try:
         await asyncio.to_thread(filler.fill)
         full = await publications(worker, "full")
@@ -270,10 +323,12 @@ async def test_a_full_store_fails_nothing(fleet: Fleet, monkeypatch: pytest.Monk
     await encode_until_stored(worker)
 
 
-class Filler:
-    """A client of the store that takes all of its space and lends none."""
+class Intruder:
+    """Another client of the store, which takes space and overwrites values, and lends none."""
 
-    def __init__(self, master: Master) -> None:
+    def __init__(self, master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in mooncake_environment(os.environ, protocol="tcp").items():
+            monkeypatch.setenv(name, value)
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
         self._store = MooncakeDistributedStore()
@@ -281,6 +336,15 @@ class Filler:
         self._config = ReplicateConfig()
         self._config.with_hard_pin = True
         self._keys: list[str] = []
+
+    def read(self, key: str) -> bytes:
+        """Return a value; nothing when there is none."""
+        return bytes(self._store.get(key))
+
+    def replace(self, key: str, value: bytes) -> None:
+        """Put another value in the place of one."""
+        assert self._store.remove(key, True) == 0
+        assert self._store.put(key, value) == 0
 
     def fill(self) -> None:
         """Put ever smaller values that are never evicted, until not even a small one has space."""
@@ -295,6 +359,24 @@ class Filler:
         for key in self._keys:
             self._store.remove(key, True)
         self._store.close()
+
+
+async def test_a_store_that_hangs_at_the_start_is_left_alone(fleet: Fleet) -> None:
+    """An engine that starts while the store hangs encodes as if there was none, and joins it later."""
+    worker = (await fleet.joined()).first
+    joined = changes(worker, "store_up")
+    fleet.master.process.send_signal(signal.SIGSTOP)
+    try:
+        os.kill(worker.engine_pid(), signal.SIGKILL)
+        await wait_until(lambda: is_unhealthy(worker), "the engine is gone", 30)
+        await worker.ready()
+        begun = time.monotonic()
+        for _ in range(10):
+            assert (await worker.encode(part(fresh()))).status == 200
+        assert time.monotonic() - begun < SLACK_S
+    finally:
+        fleet.master.process.send_signal(signal.SIGCONT)
+    await wait_until(lambda: changes(worker, "store_up") > joined, "the store is joined", 60)
 
 
 async def test_a_store_that_hangs_does_not_keep_a_worker_from_ending(fleet: Fleet) -> None:

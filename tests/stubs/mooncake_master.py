@@ -26,6 +26,11 @@ class Master:
         return f"127.0.0.1:{self._port}"
 
     @property
+    def metrics_url(self) -> str:
+        """Where it shows what it holds."""
+        return f"http://127.0.0.1:{self._metrics_port}"
+
+    @property
     def process(self) -> Process:
         """The process that was started last."""
         assert self._process is not None

@@ -164,7 +164,8 @@ class EncodeEngine:
         await self._outbox.join()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(self._tiers.close(), self._transfer.close())
+        await self._transfer.close()
+        await self._tiers.close()
 
     def _ask(self, call_id: str, ask: Ask) -> None:
         if self._stopping or self._deliveries.is_full:

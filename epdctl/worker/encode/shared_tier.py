@@ -125,7 +125,8 @@ class SharedTier:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.is_up:
-            await asyncio.wait({self._reading.submit(self._store.close).future}, timeout=self._policy.close_s)
+            with suppress(StoreDown, TimeoutError):
+                await self._within(self._reading.submit(self._store.close), self._policy.close_s)
         self._reading.close()
         self._writing.close()
 

@@ -8,12 +8,14 @@
 
 Every call blocks, for up to 5 s with the settings of `transfer.environment` when the store hangs: they are
 made on threads of their own, whose callers do not wait that long. `get` and `put` may run at the same time,
-`connect` and `close` not beside anything else but `put`, for which they wait.
+`connect` and `close` beside a `put` only.
 
-Rules of this file: the only one that imports Mooncake's store. What the codes mean is from measurements of
-mooncake-transfer-engine 0.3.13: a restarted master is found again by the client itself, -200 and -600 say
-that there is no space for a value, -700 to -799 are about one key, a `get_buffer` that fails is None for
-every reason, and a client that is closed must never be called again (it ends the process).
+Rules of this file: the only one that imports Mooncake's store. What it may do and what the codes mean is
+from measurements of mooncake-transfer-engine 0.3.13. Setting up and closing a client hold Python's lock all
+the time, 2 to 12 s when the master hangs or is gone: both are done only right after it answered. A
+restarted master is found again by the client itself. -200 and -600 say that there is no space for a value,
+-700 to -799 are about one key, a `get_buffer` that fails is None for every reason. A closed client must
+never be called again (it ends the process).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import importlib
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -30,12 +33,12 @@ from epdctl.worker.encode.cache import Facts
 from epdctl.worker.encode.store_value import PREFIX, parse_value
 from epdctl.worker.transfer.mooncake import TransferSetupFailed
 
-_CONNECT_TIMEOUT_S = 0.5
+_ANSWER_S = 0.5
+_NO_REQUEST = bytes(32)
 _PROBE_KEY = PREFIX + "probe"
 _FULL = (-200, -600)
 _KEY_CODES = range(-799, -699)
 _OWNER_GONE = -800
-_REBUILD_AFTER = 5
 
 
 class StoreDown(Exception):
@@ -96,22 +99,16 @@ class StoreClient:
         self._address = address
         self._load = load
         self._store: Any = None
-        self._failures = 0
         self._putting = threading.Lock()
 
     def connect(self) -> None:
         """Make sure that the store answers, setting the client up if need be; raises StoreDown."""
-        self._reach_master()
+        self._ask_master()
         if self._store is None:
             self._set_up()
         code = int(self._store.is_exist(_PROBE_KEY))
-        if code >= 0:
-            self._failures = 0
-            return
-        self._failures += 1
-        if self._failures >= _REBUILD_AFTER:
-            self.close()
-        raise StoreDown(f"the master listens and does not answer (code {code})")
+        if code < 0:
+            raise StoreDown(f"the master listens and does not answer (code {code})")
 
     def get(self, key: str) -> StoredValue | None:
         """Return the value of `key`, or None when there is none that is right; raises StoreDown.
@@ -146,24 +143,30 @@ class StoreClient:
         raise StoreDown(f"the master does not answer (code {code})")
 
     def close(self) -> None:
-        """Leave the store; the memory lent to it goes, with what lies there (up to 7 s when it is down)."""
+        """Leave the store: the memory lent to it goes, with what lies there; raises StoreDown."""
         with self._putting:
+            if self._store is None:
+                return
+            self._ask_master()
             store, self._store = self._store, None
-            self._failures = 0
-            if store is not None:
-                store.close()
+            store.close()
 
     def _require(self) -> Any:
         if self._store is None:
             raise StoreDown("the client is not connected")
         return self._store
 
-    def _reach_master(self) -> None:
-        """See whether anybody listens: Mooncake itself would try for seconds."""
+    def _ask_master(self) -> None:
+        """See whether the master reads what it gets: it closes a connection that says nothing it knows."""
         try:
-            socket.create_connection(self._address.parts, _CONNECT_TIMEOUT_S).close()
+            with socket.create_connection(self._address.parts, _ANSWER_S) as connection:
+                connection.sendall(_NO_REQUEST)
+                with suppress(ConnectionError):
+                    connection.recv(1)
+        except TimeoutError as error:
+            raise StoreDown(f"the master does not answer within {_ANSWER_S:g} s") from error
         except OSError as error:
-            raise StoreDown(f"nobody listens there ({error.strerror or 'timed out'})") from error
+            raise StoreDown(f"nobody listens there ({error.strerror})") from error
 
     def _set_up(self) -> None:
         address = self._address

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -238,25 +239,31 @@ class TestClient:
             await asyncio.to_thread(client_of(port, fake).connect)
         assert not hasattr(fake, "arguments")
 
-    async def test_a_client_that_stays_deaf_is_built_anew(self, master: int) -> None:
-        """After five failed tries the old client is closed, once, and another one set up."""
-        fakes = [FakeMooncake(), FakeMooncake()]
-        left = list(fakes)
-        client = StoreClient(
-            StoreAddress(
-                address=f"127.0.0.1:{master}", host="h", protocol="tcp", segment_bytes=0, buffer_bytes=1
-            ),
-            load=lambda: left.pop(0),
-        )
-        await asyncio.to_thread(client.connect)
-        fakes[0].exist_code = -900
-        for _ in range(5):
-            with pytest.raises(StoreDown):
+    async def test_a_master_that_hangs_is_left_alone(self) -> None:
+        """At a master that reads nothing neither set-up nor leaving is begun: they would stop us."""
+        fake = FakeMooncake()
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            client = client_of(mute.getsockname()[1], fake)
+
+            with pytest.raises(StoreDown, match="does not answer"):
                 await asyncio.to_thread(client.connect)
+            client._store = fake
+            with pytest.raises(StoreDown, match="does not answer"):
+                await asyncio.to_thread(client.close)
 
-        await asyncio.to_thread(client.connect)
+        assert not hasattr(fake, "arguments") and fake.closed == 0
 
-        assert (fakes[0].closed, fakes[1].closed, left) == (1, 0, [])
+    async def test_leaving_a_master_that_answers(self, master: int) -> None:
+        """A client is closed once, and never called again."""
+        fake = FakeMooncake()
+        client = await self.connected(master, fake)
+
+        await asyncio.to_thread(client.close)
+        await asyncio.to_thread(client.close)
+
+        assert fake.closed == 1
+        with pytest.raises(StoreDown):
+            client.get("k")
 
 
 class FakeStore:
