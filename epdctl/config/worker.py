@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
@@ -72,6 +72,11 @@ class WorkerSettings(CommandSettings):
     )
     max_body_bytes: int = Field(256 * MIB, ge=1024, description="Largest request body.")
     mooncake_protocol: Literal["tcp", "rdma"] = Field("tcp", description="Transport of Mooncake.")
+    mooncake_devices: CommaList = Field(
+        (),
+        description="Comma-separated RDMA devices that Mooncake may use, such as mlx5_0,mlx5_1; only with "
+        "--mooncake-protocol rdma. Default: those that Mooncake finds.",
+    )
     mooncake_ports: str | None = Field(
         None,
         description="Ports Mooncake may listen on, A-B, below 32768. Default: Mooncake's own, 15000-17000.",
@@ -90,6 +95,12 @@ class WorkerSettings(CommandSettings):
         return value
 
     _urls = field_validator("advertise_url", "register_url")(_http_url)
+
+    @model_validator(mode="after")
+    def _devices(self) -> Self:
+        if self.mooncake_devices and self.mooncake_protocol != "rdma":
+            raise ValueError("--mooncake-devices are those of --mooncake-protocol rdma")
+        return self
 
     @property
     def model_name(self) -> str:

@@ -44,6 +44,7 @@ class EncodeEngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Folder to write embeddings into; None pushes them over Mooncake."""
     host: str
     mooncake_protocol: str
+    mooncake_devices: str = ""
     transfer_timeout_s: float = 8.0
     cache_dram_bytes: int = 0
     store: StoreSettings | None = None

@@ -55,7 +55,9 @@ async def open_transfer(
     if settings.shared_storage_path is not None:
         return await _open_folder(settings, Path(settings.shared_storage_path), metrics)
     try:
-        engine = TransferEngine(host=settings.host, protocol=settings.mooncake_protocol)
+        engine = TransferEngine(
+            host=settings.host, protocol=settings.mooncake_protocol, devices=settings.mooncake_devices
+        )
         engine.register(memory.address, memory.nbytes)
     except TransferSetupFailed as error:
         raise StartFailed(str(error)) from error

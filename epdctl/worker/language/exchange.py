@@ -113,7 +113,11 @@ def _open_mooncake(settings: LanguageEngineSettings) -> TransferEngine:
         mooncake_environment(os.environ, protocol=settings.mooncake_protocol, ports=settings.mooncake_ports)
     )
     try:
-        return TransferEngine(host=settings.advertise_host, protocol=settings.mooncake_protocol)
+        return TransferEngine(
+            host=settings.advertise_host,
+            protocol=settings.mooncake_protocol,
+            devices=settings.mooncake_devices,
+        )
     except TransferSetupFailed as error:
         raise StartFailed(str(error)) from error
 

@@ -181,6 +181,7 @@ def _engine_spec(settings: LanguageSettings, place: _Place, replica: int) -> Eng
         kv_bytes=settings.kv_bytes,
         advertise_host=_transfer_host(settings, place),
         mooncake_protocol=settings.mooncake_protocol,
+        mooncake_devices=",".join(settings.mooncake_devices),
         mooncake_ports=settings.mooncake_port_range,
         ec=_ec_end(settings, place, replica),
         kv_send=_kv_send_end(settings, place, replica),

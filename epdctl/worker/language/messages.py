@@ -55,6 +55,7 @@ class LanguageEngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int
     advertise_host: str
     mooncake_protocol: str
+    mooncake_devices: str = ""
     mooncake_ports: tuple[int, int] | None
     ec: EcEnd | None = None
     kv_send: KvSendEnd | None = None

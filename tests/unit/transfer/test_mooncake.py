@@ -95,6 +95,16 @@ class TestSetup:
             assert engine.session == "10.0.0.5:15001"
         assert library.arguments == ("10.0.0.5", "P2PHANDSHAKE", "tcp", "")
 
+    async def test_devices_are_passed_through(self) -> None:
+        """Mooncake gets protocol and devices as they were given."""
+        library = Library()
+        engine = TransferEngine(
+            host="10.0.0.5", protocol="rdma", devices="mlx5_0,mlx5_1", load=lambda: library
+        )
+
+        assert library.arguments == ("10.0.0.5", "P2PHANDSHAKE", "rdma", "mlx5_0,mlx5_1")
+        await engine.close()
+
     async def test_an_ipv6_host_is_bracketed(self) -> None:
         """An IPv6 literal is told apart from the port."""
         engine = TransferEngine(host="::1", load=Library)

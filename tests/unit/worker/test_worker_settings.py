@@ -37,6 +37,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--max-items", "9", "--queue-items", "8"), "--queue-items must be at least --max-items"),
         (("--mooncake-ports", "40000-40100"), "--mooncake-ports"),
         (("--mooncake-ports", "15000"), "--mooncake-ports"),
+        (("--mooncake-devices", "mlx5_0"), "--mooncake-devices are those of --mooncake-protocol rdma"),
         (("--allowed-local-media-path", "/no/such/folder"), "--allowed-local-media-path"),
         (("--reply-after", "never"), "--reply-after"),
         (("--dtype", "int8"), "--dtype"),
@@ -92,6 +93,12 @@ def test_lists_and_names(tmp_path: Path) -> None:
     assert settings.allowed_media_domains == ("a.example", "b.example")
     assert (settings.model_name, load("--served-model-name", "n").model_name) == ("m", "n")
     assert load("--allowed-local-media-path", str(tmp_path)).allowed_local_media_path == tmp_path
+
+
+def test_rdma_devices_are_a_list() -> None:
+    """Devices are passed on in the order given, with the protocol that has them."""
+    settings = load("--mooncake-protocol", "rdma", "--mooncake-devices", "mlx5_0,mlx5_1")
+    assert settings.mooncake_devices == ("mlx5_0", "mlx5_1")
 
 
 def test_engine_gets_what_mooncake_must_find(monkeypatch: pytest.MonkeyPatch) -> None:
