@@ -4,8 +4,9 @@
     scripts/gpu-check --device cpu          # the same steps, small, on a machine without a GPU
 
 Steps: what is missing is named (exit code 2) · the worker's end-to-end tests, with the engine on the device
-and the truth on the CPU · images a second for each image size beside the bare tower · pushed GB/s beside
-Mooncake alone · cache-hit latency. Exit code 1 when a test fails or a step does not end.
+and the truth on the CPU · images a second for each image size beside the bare tower, with a GPU once more
+with the arena in its memory · pushed GB/s beside Mooncake alone · cache-hit latency. Exit code 1 when a test
+fails, a step does not end, or the worker does not start with its arena on the GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,20 @@ from benchmarks.transfer.items import Case
 from epdctl.worker.transfer.environment import mooncake_environment
 
 MIB = 2**20
-TESTS = "tests/e2e/test_encode_worker.py"
+TESTS = (
+    "tests/e2e/test_encode_worker.py",
+    "tests/e2e/test_encode_worker_arena.py",
+    "tests/unit/encode/test_device_arena.py",
+)
 NEEDED = ("torch", "transformers", "mooncake", "pytest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How much is measured: the tower, loads by image size, transfer cases, and the tests' time."""
+    """How much is measured: the tower, loads by image size, transfer cases, and the tests' time.
+
+    `device_loads` are run with the arena in device memory.
+    """
 
     shape: Shape
     loads: tuple[Load, ...]
@@ -50,6 +58,7 @@ class Plan:
     media_threads: int
     hits: int
     hit_sides: tuple[int, int]
+    device_loads: tuple[Load, ...] = ()
     tests_s: float = 200.0
     step_s: float = 90.0
 
@@ -65,6 +74,7 @@ GPU = Plan(
     media_threads=8,
     hits=200,
     hit_sides=(112, 896),
+    device_loads=(Load(images=64, side=448, batch=16, rounds=3),),
 )
 CPU = Plan(
     shape=Shape(hidden=160, depth=2, language_layers=1),
@@ -105,7 +115,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 async def run_tests(device: str, limit_s: float) -> dict[str, Any]:
     """Run the worker's end-to-end tests with its engine on `device`."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *TESTS]
     began = time.monotonic()
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -145,6 +155,16 @@ async def by_size(folder: Path, plan: Plan, device: str, flags: Sequence[str]) -
     return {"sizes": found, "compiled_graphs": graphs}
 
 
+async def with_device_arena(folder: Path, plan: Plan, device: str, flags: Sequence[str]) -> dict[str, Any]:
+    """Return what `by_size` does with the arena in device memory, or `failed`: why there is nothing."""
+    try:
+        async with asyncio.timeout(plan.step_s + (150 if "--compile" in flags else 0)):
+            loads = replace(plan, loads=plan.device_loads)
+            return await by_size(folder, loads, device, [*flags, "--arena", "device"])
+    except (SystemExit, TimeoutError) as error:
+        return {"failed": str(error) or "not ended in time"}
+
+
 async def check(options: argparse.Namespace) -> int:
     """Run all steps, print the tables, and return the exit code."""
     lacking = missing(options.device)
@@ -164,12 +184,15 @@ async def check(options: argparse.Namespace) -> int:
         write_checkpoint(folder, plan.shape)
         async with asyncio.timeout(2 * plan.step_s + (300 if options.compile else 0)):
             results["throughput"] = await by_size(folder, plan, options.device, flags)
+        if plan.device_loads:
+            results["device_arena"] = await with_device_arena(folder, plan, options.device, flags)
         async with asyncio.timeout(plan.step_s):
             results["transfer"] = [judged(case, await measure(case, 3)) for case in plan.cases]
         async with asyncio.timeout(plan.step_s):
             results["hits"] = await cache_hits(folder, plan.hit_sides, plan.hits, options.device)
     _show(options, before, results, time.monotonic() - began)
-    return 0 if options.no_tests or results["tests"]["passed"] else 1
+    passed = options.no_tests or results["tests"]["passed"]
+    return 0 if passed and "failed" not in results.get("device_arena", {}) else 1
 
 
 def _show_tests(tests: dict[str, Any]) -> None:
@@ -178,11 +201,21 @@ def _show_tests(tests: dict[str, Any]) -> None:
     print(f"tests: {'passed' if tests['passed'] else 'FAILED'}, {tests['summary']}\n", flush=True)
 
 
+def _show_device_arena(found: dict[str, Any]) -> None:
+    if "failed" in found:
+        print(f"arena in device memory: FAILED, {found['failed']}", end="\n\n")
+        return
+    sizes = {f"{name}, arena on the device": one for name, one in found["sizes"].items()}
+    print(tables.render("throughput", sizes), end="\n\n")
+
+
 def _show(options: argparse.Namespace, before: str, results: dict[str, Any], seconds: float) -> None:
     graphs = results["throughput"]["compiled_graphs"]
     compiled = f"compiled ({graphs:.0f} graphs)" if graphs else "not compiled"
     print(f"{before}; device {options.device}, tower {compiled}; {seconds:.0f} s in all\n")
     print(tables.render("throughput", results["throughput"]["sizes"]), end="\n\n")
+    if "device_arena" in results:
+        _show_device_arena(results["device_arena"])
     print(f"### push, GB/s\n\n{transfer_table(results['transfer'])}", end="\n\n")
     print(tables.render("hits", results["hits"]))
     if options.json is not None:

@@ -156,6 +156,11 @@ class EncodeSettings(WorkerSettings):
         description="Compile the tower with torch.compile. A worker that cannot does not start; compiling "
         "takes from half a minute to some minutes.",
     )
+    arena: Literal["host", "device"] = Field(
+        "host",
+        description="Where --cache-bytes lie: in host memory, or in that of --device, a GPU; this takes a "
+        "Mooncake with CUDA (extras cuda12, cuda13).",
+    )
     cache_bytes: int = Field(
         256 * MIB,
         ge=MIB,
@@ -223,6 +228,7 @@ class EncodeSettings(WorkerSettings):
                 f"--device {self.device} is one device: with --data-parallel-size name its kind, such as cuda"
             )
         self._check_connector()
+        self._check_arena()
         path = self.allowed_local_media_path
         if path is not None and not path.is_dir():
             raise ValueError(f"--allowed-local-media-path {path}: no such folder")
@@ -237,6 +243,17 @@ class EncodeSettings(WorkerSettings):
         if path is not None and self.reply_after == "encode":
             # A consumer of vLLM that is asked for an embedding that is not in the folder yet ends itself.
             raise ValueError("--reply-after encode does not go with --ec-connector shared-filesystem")
+
+    def _check_arena(self) -> None:
+        if self.arena == "host":
+            return
+        if self.device.partition(":")[0] == "cpu":
+            raise ValueError(f"--arena device is memory of a GPU: give one by --device, not {self.device}")
+        if self.ec_connector == "shared-filesystem":
+            raise ValueError(
+                "--arena device does not go with --ec-connector shared-filesystem: files are written from"
+                " host memory (--arena host)"
+            )
 
     @property
     def engine_devices(self) -> tuple[str, ...]:

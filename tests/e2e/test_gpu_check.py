@@ -6,12 +6,14 @@ import asyncio
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.encode import gpu
+from benchmarks.encode.checkpoint import write_checkpoint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.worker]
 
@@ -40,12 +42,27 @@ def test_a_missing_interpreter_is_named() -> None:
 
 async def test_failing_tests_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failing test run is a failure with its output, and so is one that does not end."""
-    monkeypatch.setattr(gpu, "TESTS", "tests/e2e/no_such_file.py")
+    monkeypatch.setattr(gpu, "TESTS", ("tests/e2e/no_such_file.py",))
     failed = await gpu.run_tests("cpu", 60.0)
     late = await gpu.run_tests("cpu", 0.0)
 
     assert not failed["passed"] and "no_such_file" in failed["output"]
     assert not late["passed"] and late["summary"] == "not ended in time"
+
+
+async def test_an_arena_on_the_device_that_cannot_be_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A worker that does not start with its arena on the device is a failed step, and the check goes on."""
+    write_checkpoint(tmp_path / "model", gpu.CPU.shape)
+    plan = replace(gpu.CPU, device_loads=gpu.CPU.loads[:1])
+
+    found = await gpu.with_device_arena(tmp_path / "model", plan, "cpu", [])
+    gpu._show_device_arena(found)
+
+    assert found == {"failed": "the worker ended with 2"}
+    assert "arena in device memory: FAILED, the worker ended with 2" in capsys.readouterr().out
+    assert gpu.GPU.device_loads and not gpu.CPU.device_loads
 
 
 @pytest.mark.full

@@ -4,6 +4,8 @@
     fence = fence_of(device)
     …copies that the device makes on its own…; fence.wait()      # then the host may read them
     pin_host_memory(device, address, nbytes)
+    with side_stream(device): …     # copies that do not queue behind the tower's work
+    staging_buffer(device, nbytes)  # host memory that the device copies into and out of by itself
 
 On the CPU the fence has nothing to wait for, and nothing is pinned: the callers are the same.
 
@@ -12,6 +14,7 @@ Rules of this file: the only one that knows CUDA. It was written without a GPU a
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -93,3 +96,18 @@ def pin_host_memory(device: torch.device, address: int, nbytes: int) -> bool:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         return int(runtime.cudaHostRegister(address, nbytes, 0)) == 0
+
+
+def staging_buffer(device: torch.device, nbytes: int) -> torch.Tensor:
+    """Return bytes of host memory, pinned where `device` can make use of that."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def side_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context to enter again and again, on one thread, around copies apart from the tower's work.
+
+    Nothing orders them with other streams: what they read must be complete, and a fence follows them.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

@@ -23,9 +23,11 @@ import structlog
 from epdctl.errors import EngineUnavailable, EpdError, ShuttingDown
 from epdctl.worker.channel import Message, error_message, message
 from epdctl.worker.encode.acceleration import accelerate
+from epdctl.worker.encode.arena_memory import ArenaMemory, HostArena
 from epdctl.worker.encode.cache import Entry
 from epdctl.worker.encode.checkpoint import checkpoint_identity
 from epdctl.worker.encode.deliveries import Deliveries, DeliveryPolicy, refusal
+from epdctl.worker.encode.device_arena import DeviceArena
 from epdctl.worker.encode.flights import Action, AskForPixels, Flights
 from epdctl.worker.encode.messages import Ask, EncodeEngineSettings, Pixels, ReadyFacts
 from epdctl.worker.encode.scheduler import BatchLimits, Scheduler
@@ -60,8 +62,7 @@ class EncodeEngine:
         """Load the tower, run it once, register the arena with Mooncake; raises StartFailed."""
         self._tower = await asyncio.get_running_loop().run_in_executor(self._thread, self.load_tower)
         await self._accelerate()
-        self._memory = HostMemory(self._settings.cache_bytes)
-        pinned = self._tower.pin(self._memory.address, self._memory.nbytes)
+        self._memory = self.open_memory(self._tower)
         self._arena = Arena(self._settings.cache_bytes)
         events = StackEvents(found=self._looked_up, fits=self._is_ours, room=self._wake)
         self._tiers = TierStack(self._settings, self._memory, self._arena, self._metrics, events)
@@ -72,7 +73,7 @@ class EncodeEngine:
         self._show_gauges()
         await self._tiers.start()
         self._tasks = [asyncio.create_task(self._queue.run()), asyncio.create_task(self._send_outbox())]
-        self._log.info("tower_ready", device=self._settings.device, arena_pinned=pinned)
+        self._log.info("tower_ready", device=self._settings.device)
         return msgspec.structs.asdict(self._facts())
 
     def load_tower(self) -> Tower:
@@ -80,6 +81,18 @@ class EncodeEngine:
         settings = self._settings
         folder = Path(settings.folder)
         return Tower.load(folder, dtype=settings.dtype, device=settings.device, threads=settings.threads)
+
+    def open_memory(self, tower: Tower) -> ArenaMemory:
+        """Return the memory under the cache, where the settings want it; raises StartFailed."""
+        nbytes = self._settings.cache_bytes
+        if self._settings.arena == "device":
+            on_device = DeviceArena(tower.device, nbytes)
+            self._log.info("arena_ready", arena="device", device=str(tower.device))
+            return on_device
+        memory = HostArena(HostMemory(nbytes))
+        pinned = tower.pin(memory.address, memory.nbytes)
+        self._log.info("arena_ready", arena="host", pinned=pinned)
+        return memory
 
     async def _accelerate(self) -> None:
         if not self._settings.compile:

@@ -11,20 +11,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from blake3 import blake3
 
 from epdctl.errors import EncodeFailed
+from epdctl.worker.encode.arena_memory import ArenaMemory
 from epdctl.worker.encode.layout import ItemLayout
 from epdctl.worker.encode.vision import Tower
+from epdctl.worker.transfer.arena import Region
+from epdctl.worker.transfer.digest import digest_of_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One item of a batch: its float32 pixels as bytes, their layout, and the arena memory for its rows."""
+    """One item of a batch: its float32 pixels as bytes, their layout, and the arena's place for its rows."""
 
     pixels: memoryview
     layout: ItemLayout
-    target: memoryview
+    memory: ArenaMemory
+    region: Region
 
 
 def run_batch(tower: Tower, jobs: Sequence[Job]) -> list[str | EncodeFailed]:
@@ -40,9 +43,9 @@ def run_batch(tower: Tower, jobs: Sequence[Job]) -> list[str | EncodeFailed]:
 def _run(tower: Tower, jobs: Sequence[Job]) -> list[str]:
     outputs = tower.encode([(_tensor(job), job.layout) for job in jobs])
     for index, job in enumerate(jobs):
-        outputs.copy_rows(index, job.target)
+        outputs.copy_rows(index, job.memory.target(job.region.offset, job.region.nbytes))
     tower.fence.wait()
-    return [blake3(job.target).hexdigest() for job in jobs]
+    return [digest_of_parts(job.memory.parts(job.region.offset, job.region.nbytes)) for job in jobs]
 
 
 def _tensor(job: Job) -> torch.Tensor:

@@ -34,6 +34,8 @@ class EncodeEngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     threads: int
     compile: bool = False
+    arena: str = "host"
+    """Where the memory of `cache_bytes` lies: host, or device (that of `device`)."""
     cache_bytes: int
     max_batch_tokens: int
     max_batch_items: int

@@ -10,17 +10,15 @@ Copies run in the order in which they were asked for. So a promotion finds what 
 and writes only where everything that was evicted has been copied out. Whoever else writes into the arena
 awaits `settled` after it reserved.
 
-Rules of this file: moves bytes, decides nothing. `ctypes.memmove` lets other threads run meanwhile; assigning
-to a slice of a memoryview would not.
+Rules of this file: moves bytes, decides nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import mmap
-from typing import Protocol
 
+from epdctl.worker.encode.arena_memory import ArenaMemory, gather
 from epdctl.worker.encode.call_thread import CallThread
 from epdctl.worker.encode.dram import Slot
 from epdctl.worker.transfer.arena import Region
@@ -28,18 +26,10 @@ from epdctl.worker.transfer.arena import Region
 _MAPPED_FROM = 128 * 1024
 
 
-class ArenaBytes(Protocol):
-    """The memory under the arena."""
-
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        """Return writable bytes."""
-        ...
-
-
 class Mover:
     """See the module."""
 
-    def __init__(self, memory: ArenaBytes) -> None:
+    def __init__(self, memory: ArenaMemory) -> None:
         self._memory = memory
         self._thread = CallThread("mover")
         self._demotion: asyncio.Future[bool] | None = None
@@ -58,7 +48,7 @@ class Mover:
 
     async def fill(self, rows: memoryview, region: Region) -> None:
         """Copy `rows` into `region`. Not to be cancelled."""
-        await self._thread.submit(copy, rows, self._view(region)).future
+        await self._thread.submit(self._memory.write, region.offset, rows).future
 
     def close(self) -> None:
         """Let the thread end."""
@@ -74,18 +64,15 @@ class Mover:
             rows = own_memory(region.nbytes)
         except (MemoryError, OSError):
             return False
-        copy(self._view(region), rows)
+        gather(self._memory.parts(region.offset, region.nbytes), rows)
         slot.rows = rows
         return True
 
     def _copy_in(self, slot: Slot, region: Region) -> bool:
         if slot.rows is None:
             return False
-        copy(slot.rows, self._view(region))
+        self._memory.write(region.offset, slot.rows)
         return True
-
-    def _view(self, region: Region) -> memoryview:
-        return self._memory.view(region.offset, region.nbytes)
 
 
 def own_memory(nbytes: int) -> memoryview:
@@ -97,14 +84,3 @@ def own_memory(nbytes: int) -> memoryview:
     if nbytes < _MAPPED_FROM:
         return memoryview(bytearray(nbytes))
     return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-
-
-def copy(source: memoryview, target: memoryview) -> None:
-    """Copy the bytes of `source` to the start of `target`, other threads running meanwhile; both writable."""
-    if source.nbytes > target.nbytes:
-        raise ValueError(f"{source.nbytes} bytes do not fit into {target.nbytes}")
-    ctypes.memmove(_address(target), _address(source), source.nbytes)
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -26,10 +26,10 @@ from typing import Protocol, TypeVar
 import structlog
 
 from epdctl.metrics import WorkerMetrics
+from epdctl.worker.encode.arena_memory import gather
 from epdctl.worker.encode.breaker import Breaker
 from epdctl.worker.encode.cache import Facts
 from epdctl.worker.encode.call_thread import Call, CallThread
-from epdctl.worker.encode.mover import copy
 from epdctl.worker.encode.store import PutOutcome, StoreDown, StoredValue
 from epdctl.worker.encode.store_value import header_of
 from epdctl.worker.transfer.mooncake import TransferSetupFailed
@@ -72,10 +72,11 @@ class SharedPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedRows:
-    """Rows in the arena that stay until `release`."""
+    """Rows in the arena that stay until `release`: `nbytes` in all, in `parts`."""
 
     facts: Facts
-    rows: memoryview
+    nbytes: int
+    parts: Iterable[memoryview]
     release: Callable[[], None]
 
 
@@ -210,7 +211,7 @@ class SharedTier:
         pinned = self._source(key)
         if pinned is None:
             return "evicted"
-        copied = self._writing.submit(_value_of, key, pinned.facts, pinned.rows).future
+        copied = self._writing.submit(_value_of, key, pinned).future
         copied.add_done_callback(lambda _: pinned.release())
         await asyncio.wait({copied})
         put = self._writing.submit(self._store.put, key, copied.result())
@@ -223,10 +224,10 @@ class SharedTier:
             return "failed"
 
 
-def _value_of(key: str, facts: Facts, rows: memoryview) -> bytearray:
+def _value_of(key: str, pinned: PinnedRows) -> bytearray:
     """Return the value to store, which owns its bytes."""
-    header = header_of(key, rows.nbytes, facts)
-    value = bytearray(len(header) + rows.nbytes)
+    header = header_of(key, pinned.nbytes, pinned.facts)
+    value = bytearray(len(header) + pinned.nbytes)
     value[: len(header)] = header
-    copy(rows, memoryview(value)[len(header) :])
+    gather(pinned.parts, memoryview(value)[len(header) :])
     return value

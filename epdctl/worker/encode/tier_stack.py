@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from epdctl.metrics import WorkerMetrics
+from epdctl.worker.encode.arena_memory import ArenaMemory
 from epdctl.worker.encode.dram import Slot
 from epdctl.worker.encode.lookups import LookupPolicy, Lookups, Result
 from epdctl.worker.encode.messages import EncodeEngineSettings, StoreSettings
@@ -26,7 +27,6 @@ from epdctl.worker.encode.shared_tier import PinnedRows, SharedPolicy, SharedTie
 from epdctl.worker.encode.store import StoreAddress, StoreClient, StoredValue
 from epdctl.worker.encode.tiers import Tiers
 from epdctl.worker.transfer.arena import Arena, Region
-from epdctl.worker.transfer.memory import HostMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class TierStack:
     def __init__(
         self,
         settings: EncodeEngineSettings,
-        memory: HostMemory,
+        memory: ArenaMemory,
         arena: Arena,
         metrics: WorkerMetrics,
         events: StackEvents,
@@ -116,5 +116,5 @@ class TierStack:
             self.cache.unpin(entry)
             self._room()
 
-        rows = self._memory.view(entry.region.offset, entry.region.nbytes)
-        return PinnedRows(facts=entry.facts, rows=rows, release=release)
+        parts = self._memory.parts(entry.region.offset, entry.region.nbytes)
+        return PinnedRows(facts=entry.facts, nbytes=entry.region.nbytes, parts=parts, release=release)

@@ -15,12 +15,12 @@ import structlog
 
 from epdctl.errors import EncodeFailed, EpdError, MediaUnavailable
 from epdctl.metrics import WorkerMetrics
+from epdctl.worker.encode.arena_memory import ArenaMemory
 from epdctl.worker.encode.cache import EmbeddingCache, Entry, Facts
 from epdctl.worker.encode.forward import Job, run_batch
 from epdctl.worker.encode.layout import ItemLayout
 from epdctl.worker.encode.scheduler import Scheduler
 from epdctl.worker.encode.vision import Tower
-from epdctl.worker.transfer.memory import HostMemory
 
 UNHEALTHY_AFTER_FAILURES = 3
 SELF_TEST_INTERVAL_S = 2.0
@@ -56,7 +56,7 @@ class TowerQueue:
         self,
         tower: Tower,
         thread: Executor,
-        memory: HostMemory,
+        memory: ArenaMemory,
         cache: EmbeddingCache,
         scheduler: Scheduler,
         metrics: WorkerMetrics,
@@ -178,8 +178,7 @@ class TowerQueue:
 
     def _job(self, key: str, entry: Entry) -> Job:
         waiting = self._waiting[key]
-        target = self._memory.view(entry.region.offset, entry.region.nbytes)
-        return Job(pixels=waiting.pixels, layout=waiting.layout, target=target)
+        return Job(pixels=waiting.pixels, layout=waiting.layout, memory=self._memory, region=entry.region)
 
     def _land(self, key: str, entry: Entry, result: str | EncodeFailed) -> None:
         layout = self._waiting[key].layout

@@ -11,15 +11,17 @@ from pathlib import Path
 
 from epdctl.errors import StorageFull, StorageUnavailable
 from epdctl.metrics import WorkerMetrics
+from epdctl.worker.encode.arena_memory import ArenaMemory
 from epdctl.worker.encode.messages import EncodeEngineSettings
 from epdctl.worker.engine import StartFailed
 from epdctl.worker.transfer.file_pusher import FilePusher
-from epdctl.worker.transfer.memory import HostMemory
-from epdctl.worker.transfer.mooncake import TransferEngine, TransferSetupFailed
+from epdctl.worker.transfer.mooncake import TransferEngine, TransferSetupFailed, find_wheel
 from epdctl.worker.transfer.ports import RecordSink, TransferOutcome, TransferRecord
 from epdctl.worker.transfer.push_steps import PushPolicy
 from epdctl.worker.transfer.sender import Sender
 from epdctl.worker.transfer.shared_folder import SharedFolder, this_machine
+
+_CURE = "It takes epdctl[cuda12] or epdctl[cuda13], over RDMA also GPUDirect; or give --arena host"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class EncodeTransfer:
 
 
 async def open_transfer(
-    settings: EncodeEngineSettings, memory: HostMemory, metrics: WorkerMetrics
+    settings: EncodeEngineSettings, memory: ArenaMemory, metrics: WorkerMetrics
 ) -> EncodeTransfer:
     """Start Mooncake on `settings.host` and register `memory` once, or open the shared folder.
 
@@ -54,19 +56,36 @@ async def open_transfer(
     """
     if settings.shared_storage_path is not None:
         return await _open_folder(settings, Path(settings.shared_storage_path), metrics)
+    if settings.arena == "device":
+        _check_wheel()
     try:
         engine = TransferEngine(
             host=settings.host, protocol=settings.mooncake_protocol, devices=settings.mooncake_devices
         )
-        engine.register(memory.address, memory.nbytes)
     except TransferSetupFailed as error:
         raise StartFailed(str(error)) from error
+    try:
+        engine.register(memory.address, memory.nbytes)
+    except TransferSetupFailed as error:
+        raise StartFailed(_refused(error) if settings.arena == "device" else str(error)) from error
     policy = PushPolicy(deadline_s=settings.transfer_timeout_s)
     return EncodeTransfer(
         session=engine.session,
         pusher=Sender(engine, policy=policy, observe=record_sink(metrics)),
         engine=engine,
     )
+
+
+def _check_wheel() -> None:
+    """Refuse a build of Mooncake without CUDA, which registers any address and cannot read a GPU's."""
+    wheel = find_wheel()
+    if wheel is not None and not wheel.has_cuda:
+        raise StartFailed(f"--arena device: {wheel} cannot read the memory of a GPU. {_CURE}")
+
+
+def _refused(error: TransferSetupFailed) -> str:
+    wheel = find_wheel() or "the Mooncake that is installed"
+    return f"--arena device: {wheel} does not take memory of the device: {error}. {_CURE}"
 
 
 async def _open_folder(settings: EncodeEngineSettings, path: Path, metrics: WorkerMetrics) -> EncodeTransfer:

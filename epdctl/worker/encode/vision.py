@@ -42,19 +42,26 @@ class Outputs:
     items: tuple[tuple[torch.Tensor, ...], ...]
     dtype: torch.dtype
 
-    def copy_rows(self, index: int, target: memoryview) -> None:
+    def copy_rows(self, index: int, target: memoryview | torch.Tensor) -> None:
         """Copy the rows of item `index` into `target` (exactly their bytes), once, in `dtype`.
 
-        A device may still be copying when this returns; the tower's fence waits for that.
+        `target` is memory of the host, or a tensor of bytes on any device. A device may still be copying when
+        this returns; the tower's fence waits for that.
         """
         levels = self.items[index]
         rows, hidden = levels[0].shape
-        table = torch.frombuffer(target, dtype=self.dtype).view(rows, hidden * len(levels))
+        table = _elements(target, self.dtype).view(rows, hidden * len(levels))
         for number, level in enumerate(levels):
             # Side by side the target is not contiguous: torch would copy through a buffer of its own, which
             # a device must have filled before it is read.
             place = table[:, number * hidden : (number + 1) * hidden]
             place.copy_(level, non_blocking=len(levels) == 1)
+
+
+def _elements(target: memoryview | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(target, torch.Tensor):
+        return target.view(dtype)
+    return torch.frombuffer(target, dtype=dtype)
 
 
 class Tower(ABC):
@@ -67,6 +74,11 @@ class Tower(ABC):
         self.fence = fence_of(device)
         self.model_type: str = config.model_type
         self.width = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self._device
 
     @property
     def dtype(self) -> str:

@@ -24,7 +24,9 @@ import importlib
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 from epdctl.errors import TransferFailed, UpstreamTimeout
@@ -34,6 +36,38 @@ from epdctl.worker.transfer.writer import Add, Withdraw, Writer
 _WHEELS = (
     "Mooncake is not installed: install exactly one of the extras epdctl[cpu], epdctl[cuda12], epdctl[cuda13]"
 )
+
+
+_EXTRAS = {
+    "mooncake-transfer-engine-non-cuda": "cpu",
+    "mooncake-transfer-engine": "cuda12",
+    "mooncake-transfer-engine-cuda13": "cuda13",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wheel:
+    """An installed wheel of Mooncake, and the extra of epdctl that brings it."""
+
+    name: str
+    version: str
+    extra: str
+
+    @property
+    def has_cuda(self) -> bool:
+        """Whether it is built to read the memory of a GPU."""
+        return self.extra != "cpu"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version} (epdctl[{self.extra}])"
+
+
+def find_wheel() -> Wheel | None:
+    """Return the wheel that is installed; None for a Mooncake of another origin."""
+    for name, extra in _EXTRAS.items():
+        with suppress(metadata.PackageNotFoundError):
+            return Wheel(name=name, version=metadata.version(name), extra=extra)
+    return None
 
 
 class TransferSetupFailed(RuntimeError):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from epdctl.worker.encode import devices
+from epdctl.worker.encode.arena_memory import HostArena
 from epdctl.worker.encode.devices import NoFence, fence_of, find_device, pin_host_memory
 from epdctl.worker.engine import StartFailed
+from epdctl.worker.transfer.arena import Region
 from epdctl.worker.transfer.memory import HostMemory
 
 pytestmark = [pytest.mark.unit, pytest.mark.worker]
@@ -53,7 +56,7 @@ def test_a_machine_without_that_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         find_device("cuda:2")
 
 
-def test_the_fence_is_waited_for_between_copy_and_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fence_is_waited_for_between_copy_and_digest() -> None:
     """Rows are digested only after the copies of the whole batch were waited for."""
     from epdctl.worker.encode import forward
 
@@ -63,12 +66,10 @@ def test_the_fence_is_waited_for_between_copy_and_digest(monkeypatch: pytest.Mon
         def copy_rows(self, index: int, target: memoryview) -> None:
             steps.append(f"copy {index}")
 
-    class Digest:
-        def __init__(self, data: memoryview) -> None:
+    class Memory(HostArena):
+        def parts(self, offset: int, nbytes: int) -> Iterable[memoryview]:
             steps.append("digest")
-
-        def hexdigest(self) -> str:
-            return ""
+            return super().parts(offset, nbytes)
 
     tower = SimpleNamespace(
         encode=lambda items: Outputs(), fence=SimpleNamespace(wait=lambda: steps.append("wait"))
@@ -76,9 +77,9 @@ def test_the_fence_is_waited_for_between_copy_and_digest(monkeypatch: pytest.Mon
     job = forward.Job(
         pixels=memoryview(bytearray(4)),
         layout=SimpleNamespace(pixel_shape=(1,)),  # type: ignore[arg-type]
-        target=memoryview(bytearray(4)),
+        memory=Memory(HostMemory(4)),
+        region=Region(0, 4, 256, 1),
     )
-    monkeypatch.setattr(forward, "blake3", Digest)
     forward.run_batch(tower, [job, job])  # type: ignore[arg-type]
 
     assert steps == ["copy 0", "copy 1", "wait", "digest", "digest"]

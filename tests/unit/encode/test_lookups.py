@@ -9,6 +9,7 @@ import pytest
 
 from epdctl.errors import Overloaded
 from epdctl.metrics import WorkerMetrics
+from epdctl.worker.encode.arena_memory import HostArena
 from epdctl.worker.encode.cache import Entry, Facts
 from epdctl.worker.encode.lookups import LookupPolicy, Lookups, Result
 from epdctl.worker.encode.mover import Mover
@@ -54,7 +55,7 @@ class Bench:
     def __init__(self, room_wait_s: float = 10.0) -> None:
         self.memory = HostMemory(2 * UNIT)
         self.arena = Arena(2 * UNIT)
-        self.mover = Mover(self.memory)
+        self.mover = Mover(HostArena(self.memory))
         self.metrics = WorkerMetrics()
         self.tiers = Tiers(self.arena, 4 * UNIT, demote=self.mover.demote, evicted=lambda tier, count: None)
         self.store = OneValueStore()
@@ -208,7 +209,7 @@ async def test_a_stored_value_larger_than_the_arena_is_left(bench: Bench) -> Non
 
 async def test_without_lower_tiers_nothing_is_begun() -> None:
     """With neither memory nor store a look-up is not begun: the tower's path is as short as without tiers."""
-    mover = Mover(HostMemory(UNIT))
+    mover = Mover(HostArena(HostMemory(UNIT)))
     tiers = Tiers(Arena(UNIT), 0, demote=mover.demote, evicted=lambda tier, count: None)
     policy = LookupPolicy(room_wait_s=1, fits=lambda value: True)
     metrics = WorkerMetrics()

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from epdctl.worker.encode.arena_memory import HostArena, copy
 from epdctl.worker.encode.cache import Facts
 from epdctl.worker.encode.call_thread import CallThread
 from epdctl.worker.encode.dram import Slot
-from epdctl.worker.encode.mover import Mover, copy
+from epdctl.worker.encode.mover import Mover
 from epdctl.worker.encode.tiers import Tiers
 from epdctl.worker.transfer.arena import Arena, Region
 from epdctl.worker.transfer.memory import HostMemory
@@ -44,7 +45,7 @@ async def test_settled_waits_for_what_was_evicted() -> None:
     """A writer that waits for `settled` finds the evicted bytes copied out before it writes."""
     memory = GatedMemory(4096)
     memory._view[:4] = b"old!"
-    mover = Mover(memory)
+    mover = Mover(HostArena(memory))
     slot = slot_of(4)
 
     mover.demote(slot, Region(0, 4, 256, 1))
@@ -60,7 +61,7 @@ async def test_a_promotion_comes_after_the_demotions_before_it() -> None:
     """A slot that is promoted before it got its rows gets them first."""
     memory = HostMemory(4096)
     memory.view(0, 4)[:] = b"rows"
-    mover = Mover(memory)
+    mover = Mover(HostArena(memory))
     slot = slot_of(4)
 
     mover.demote(slot, Region(0, 4, 256, 1))
@@ -74,7 +75,7 @@ async def test_a_slot_without_rows_is_no_promotion() -> None:
     """A slot that never got its rows (there was no memory) is told, and the arena is left alone."""
     memory = HostMemory(4096)
     memory.view(256, 4)[:] = b"keep"
-    mover = Mover(memory)
+    mover = Mover(HostArena(memory))
 
     assert not await mover.promote(slot_of(4), Region(256, 4, 256, 2))
     assert memory.view(256, 4) == b"keep"
@@ -85,7 +86,7 @@ async def test_a_slot_without_rows_is_no_promotion() -> None:
 async def test_one_entry_of_a_batch_holds_its_own_bytes_only(count: int, nbytes: int) -> None:
     """Of many embeddings made together one is kept: the memory in use is that of one, small or large."""
     memory = HostMemory(count * nbytes)
-    mover = Mover(memory)
+    mover = Mover(HostArena(memory))
     tiers = Tiers(Arena(count * nbytes), nbytes, demote=mover.demote, evicted=lambda tier, count: None)
     for number in range(count):
         entry = tiers.cache.reserve(f"batch{number}", nbytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -327,7 +327,15 @@ class Bench:
             return None
         self.pins += 1
         self.most_pins = max(self.pins, self.most_pins)
-        return PinnedRows(facts=FACTS, rows=memoryview(bytearray(ROWS)), release=self._release)
+        return PinnedRows(facts=FACTS, nbytes=len(ROWS), parts=self._parts(), release=self._release)
+
+    def _parts(self) -> Iterator[memoryview]:
+        """Give the rows through one small buffer, as an arena on a device does."""
+        buffer = memoryview(bytearray(100))
+        for at in range(0, len(ROWS), 100):
+            piece = ROWS[at : at + 100]
+            buffer[: len(piece)] = piece
+            yield buffer[: len(piece)]
 
     def _release(self) -> None:
         self.pins -= 1

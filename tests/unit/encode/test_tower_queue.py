@@ -10,6 +10,7 @@ import pytest
 
 from epdctl.errors import EpdError
 from epdctl.metrics import WorkerMetrics
+from epdctl.worker.encode.arena_memory import HostArena
 from epdctl.worker.encode.cache import Entry, Facts
 from epdctl.worker.encode.layout import PATCHES, ItemLayout
 from epdctl.worker.encode.mover import Mover
@@ -56,7 +57,7 @@ async def test_a_batch_waits_for_what_it_evicted() -> None:
     """The tower writes into an evicted embedding's place only when its rows are safe in host memory."""
     memory = GatedMemory(UNIT)
     memory._view[:] = b"o" * UNIT
-    mover = Mover(memory)
+    mover = Mover(HostArena(memory))
     tiers = Tiers(Arena(UNIT), 4 * UNIT, demote=mover.demote, evicted=lambda tier, count: None)
     entry = tiers.cache.reserve("old", UNIT)
     assert entry is not None
@@ -71,11 +72,11 @@ async def test_a_batch_waits_for_what_it_evicted() -> None:
         settled=mover.settled,
     )
     tower: Any = FakeTower()
-    ungated: Any = Ungated(memory)
+    view: Any = Ungated(memory)
     scheduler = Scheduler(BatchLimits(max_tokens=8, max_items=8))
     with ThreadPoolExecutor(1) as thread:
         # The tower's own view is not gated: only the copy of what was evicted stands still.
-        queue = TowerQueue(tower, thread, ungated, tiers.cache, scheduler, WorkerMetrics(), events)
+        queue = TowerQueue(tower, thread, HostArena(view), tiers.cache, scheduler, WorkerMetrics(), events)
         task = asyncio.create_task(queue.run())
         queue.add("new", memoryview(bytearray(16)), LAYOUT)
         await wait_until(lambda: running == ["new"], "its arena space is taken")

@@ -12,6 +12,7 @@ from epdctl.config.worker import EncodeSettings
 pytestmark = pytest.mark.unit
 
 PROG = "epdctl worker encode"
+ON_DEVICE = ("--arena", "device", "--device", "cuda:0")
 SHARED = ("--ec-connector", "shared-filesystem", "--shared-storage-path")
 
 
@@ -46,6 +47,10 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--ec-connector", "nfs"), "--ec-connector"),
         ((*SHARED, "/no/such/folder"), "--shared-storage-path /no/such/folder: no such folder"),
         ((*SHARED, ".", "--reply-after", "encode"), "--reply-after encode does not go with"),
+        (("--arena", "gpu"), "--arena"),
+        (("--arena", "device"), "--arena device is memory of a GPU: give one by --device, not cpu"),
+        (("--arena", "device", "--device", "cpu:0"), "give one by --device, not cpu:0"),
+        ((*SHARED, ".", *ON_DEVICE), "--arena device does not go with --ec-connector shared-filesystem"),
         (("--data-parallel-size", "0"), "--data-parallel-size"),
         (("--data-parallel-size", "2", "--device", "cuda:1"), "--device cuda:1 is one device"),
         (("--no-such-flag", "1"), "--no-such-flag"),
