@@ -193,6 +193,12 @@ class EncodeSettings(WorkerSettings):
     media_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one item.")
     media_redirects: int = Field(3, ge=0, description="Redirects to follow for one item.")
     max_media_bytes: int = Field(64 * MIB, ge=1, description="Largest media file.")
+    media_memory_bytes: int = Field(
+        GIB,
+        ge=1,
+        description="Most bytes of fetched media that all requests hold together: a request that is larger "
+        "by itself gets 400, one that finds no room because of others 429.",
+    )
     max_image_pixels: int = Field(
         89_478_485, ge=1, description="Most pixels of an image or of a video's frame, width x height."
     )
@@ -223,6 +229,8 @@ class EncodeSettings(WorkerSettings):
     def _check(self) -> EncodeSettings:
         if self.max_items > self.queue_items:
             raise ValueError("--queue-items must be at least --max-items")
+        if self.max_media_bytes > self.media_memory_bytes:
+            raise ValueError("--media-memory-bytes must be at least --max-media-bytes")
         if self.data_parallel_size > 1 and ":" in self.device:
             raise ValueError(
                 f"--device {self.device} is one device: with --data-parallel-size name its kind, such as cuda"

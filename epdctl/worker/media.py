@@ -1,7 +1,7 @@
 """Fetches the bytes of a media part: `data:`, `http(s):` and `file:` URLs, under limits.
 
 Rules of this file:
-- Every limit holds while reading, not after: bytes, redirects, time.
+- Every limit holds while reading, not after: bytes, redirects, time. Bytes are counted before they are kept.
 - A name is looked up once per hop; what was checked is what is connected to (the session's resolver hands out
   nothing else), so a name that changes its address between check and use gains nothing.
 - Foreign exceptions end here; messages name no address, no path and no query.
@@ -38,6 +38,8 @@ from epdctl.worker.media_address import (
 
 Lookup = Callable[[str, int], Awaitable[Sequence[str]]]
 """`lookup(host, port)` returns the addresses of a host name; raises OSError when it has none."""
+Take = Callable[[int], None]
+"""Called with a number of bytes before they are kept; raises what refuses them. Called on threads, too."""
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _CHUNK_BYTES = 256 * 1024
@@ -110,22 +112,23 @@ class MediaFetcher:
         """Close all connections."""
         await self._session.close()
 
-    async def fetch(self, url: str) -> bytes:
-        """Return the bytes that `url` names.
+    async def fetch(self, url: str, take: Take = lambda _: None) -> bytes:
+        """Return the bytes that `url` names, each counted by `take` before it is kept.
 
-        Raises:
+        Raises what `take` raises, and
             MediaUnavailable: refused, not there, too large, too slow, or not base64.
             UnsupportedMedia: a scheme that is not served.
             InvalidRequest: a malformed URL.
         """
         scheme = url[:5].lower()
         if scheme == "data:":
-            return await self._run(decode_data_url, url, self._limits.max_bytes)
+            return await self._run(decode_data_url, url, self._limits.max_bytes, take)
         if scheme == "file:":
-            return await self._run(read_local_file, url, self._limits.local_path, self._limits.max_bytes)
+            path, most = self._limits.local_path, self._limits.max_bytes
+            return await self._run(read_local_file, url, path, most, take)
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                return await self._fetch_http(url)
+                return await self._fetch_http(url, take)
         except TimeoutError as error:
             raise MediaUnavailable(f"the media was not there within {self._limits.timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -134,7 +137,7 @@ class MediaFetcher:
     async def _run(self, function: Callable[..., bytes], *arguments: object) -> bytes:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
-    async def _fetch_http(self, url: str) -> bytes:
+    async def _fetch_http(self, url: str, take: Take) -> bytes:
         for _ in range(self._limits.max_redirects + 1):
             target = self._checked(url)
             async with self._session.get(target.url, allow_redirects=False) as response:
@@ -142,7 +145,7 @@ class MediaFetcher:
                 if response.status in _REDIRECTS and location:
                     url = urljoin(url, location)
                     continue
-                return await self._read(response)
+                return await self._read(response, take)
         raise MediaUnavailable(f"the media URL redirects more than {self._limits.max_redirects} times")
 
     def _checked(self, url: str) -> MediaTarget:
@@ -156,7 +159,7 @@ class MediaFetcher:
         check_addresses(self._limits.rules, target, [literal])
         return target
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+    async def _read(self, response: aiohttp.ClientResponse, take: Take) -> bytes:
         if response.status != 200:
             raise MediaUnavailable(f"the media URL answered with status {response.status}")
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -165,9 +168,10 @@ class MediaFetcher:
             raise _too_large(self._limits.max_bytes)
         body = bytearray()
         async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-            body += chunk
-            if len(body) > self._limits.max_bytes:
+            if len(body) + len(chunk) > self._limits.max_bytes:
                 raise _too_large(self._limits.max_bytes)
+            take(len(chunk))
+            body += chunk
         return bytes(body)
 
 
@@ -175,7 +179,7 @@ def _too_large(max_bytes: int) -> MediaUnavailable:
     return MediaUnavailable(f"the media is larger than {max_bytes} bytes (--max-media-bytes)")
 
 
-def decode_data_url(url: str, max_bytes: int) -> bytes:
+def decode_data_url(url: str, max_bytes: int, take: Take = lambda _: None) -> bytes:
     """Return the bytes of a base64 data URL; raises InvalidRequest, MediaUnavailable or UnsupportedMedia."""
     head, comma, payload = url.partition(",")
     if not comma:
@@ -184,6 +188,7 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
         raise UnsupportedMedia("data URLs must be base64 encoded (data:<type>;base64,...)")
     if len(payload) // 4 * 3 - 2 > max_bytes:
         raise _too_large(max_bytes)
+    take(len(payload) // 4 * 3)
     try:
         data = bytes(pybase64.b64decode(payload, validate=True))
     except (binascii.Error, ValueError) as error:
@@ -193,7 +198,7 @@ def decode_data_url(url: str, max_bytes: int) -> bytes:
     return data
 
 
-def read_local_file(url: str, root: Path | None, max_bytes: int) -> bytes:
+def read_local_file(url: str, root: Path | None, max_bytes: int, take: Take = lambda _: None) -> bytes:
     """Return the bytes of the file that a `file:` URL names; raises MediaUnavailable or InvalidRequest.
 
     The path is resolved, symlinks included, before it is compared with `root`, and compared again once the
@@ -216,14 +221,15 @@ def read_local_file(url: str, root: Path | None, max_bytes: int) -> bytes:
             opened = Path(f"/proc/self/fd/{descriptor}").resolve()
             if not opened.is_relative_to(root.resolve()):
                 raise _no_such_file()
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            facts = os.fstat(descriptor)
+            if not stat.S_ISREG(facts.st_mode):
                 raise _no_such_file()
-            data = file.read(max_bytes + 1)
+            if facts.st_size > max_bytes:
+                raise _too_large(max_bytes)
+            take(facts.st_size)
+            return file.read(facts.st_size)  # what is appended meanwhile was not counted
     except (OSError, ValueError, RuntimeError) as error:
         raise _no_such_file() from error
-    if len(data) > max_bytes:
-        raise _too_large(max_bytes)
-    return data
 
 
 def _no_such_file() -> MediaUnavailable:

@@ -381,6 +381,31 @@ async def test_full_queue_and_sigterm(launch: Launch, own_switch: Switch) -> Non
     assert await worker.process.wait_exit(15.0) == 0
 
 
+async def test_memory_for_media_is_bounded(launch: Launch, own_switch: Switch) -> None:
+    """Beyond --media-memory-bytes: 400 for a request that is too large by itself, 429 for one that finds no
+    room beside others, and what ended makes room."""
+    flags = ("--max-media-bytes", "100000", "--media-memory-bytes", "150000")
+    worker = await faulty(launch, own_switch, *flags).ready()
+
+    def large(number: int) -> bytes:
+        return picture((number, 7, 7)) + bytes(90_000)  # what follows a PNG's end is not looked at
+
+    too_large = await worker.encode(part(large(1)), part(large(2)))
+    in_turn = [await worker.encode(part(large(number))) for number in range(3)]
+    own_switch.set("hang")
+    hung = asyncio.create_task(worker.encode(part(large(9))))
+    await until_misses(worker, 4)
+    beside = await worker.encode(part(large(10)))
+    own_switch.set("")
+
+    assert (too_large.status, too_large.code) == (400, "media_unavailable")
+    assert (beside.status, beside.code) == (429, "overloaded")
+    for refused in (too_large, beside):
+        assert "--media-memory-bytes" in refused.body["error"]["message"]
+    assert [reply.status for reply in (*in_turn, await hung)] == [200] * 4
+    assert (await worker.encode(part(large(10)))).status == 200
+
+
 async def test_sigterm_fails_what_does_not_finish(launch: Launch, own_switch: Switch) -> None:
     """At the end of its grace a worker answers what is left with 503 `shutting_down`, and exits 0."""
     worker = await faulty(launch, own_switch, "--shutdown-grace", "0.5").ready()

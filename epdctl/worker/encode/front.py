@@ -2,7 +2,7 @@
 
 Rules of this file: order of steps. Fetching, decoding and resizing run on threads, never on the event loop;
 an item is decoded only when the engine asks for its pixels, so a cached one is not decoded at all. What is
-accepted is bounded: beyond `queue_items` a request is answered 429.
+accepted is bounded: beyond `queue_items`, or without memory for its media, a request is answered 429.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from epdctl.worker.encode.options import ItemOptions, PrepareLimits, VideoOption
 from epdctl.worker.encode.reply import EncodedItem
 from epdctl.worker.encode.request import EncodeRequest, MediaPart, parse_encode_request
 from epdctl.worker.media import MediaFetcher, MediaLimits
+from epdctl.worker.media_budget import MediaBudget, MediaShare
 from epdctl.worker.supervisor import EngineCall
 from epdctl.worker.transfer.ec_file import check_identifier
 
@@ -46,6 +47,8 @@ class FrontLimits:
     max_items: int
     queue_items: int
     media_threads: int
+    media_memory_bytes: int
+    """Bytes of fetched media that all requests hold together."""
     prepare: PrepareLimits
     is_shared_folder: bool = False
 
@@ -75,6 +78,7 @@ class EncodeFront:
         self._media = media
         self._in_flight = metrics.in_flight.labels("encode")
         self._items = 0
+        self._budget = MediaBudget(limits.media_memory_bytes)
         self._decoding = ThreadPoolExecutor(limits.media_threads, thread_name_prefix="decode")
         self._reading = ThreadPoolExecutor(4, thread_name_prefix="read")
         self._fetcher: MediaFetcher | None = None
@@ -106,13 +110,14 @@ class EncodeFront:
         if self._limits.is_shared_folder and request.consumer_zmq is not None:
             text = "this worker writes embeddings into a shared folder and cannot push them to a consumer"
             raise InvalidRequest(text, param="ec_transfer_params.consumer_zmq")
-        with self._admitted(len(request.parts)):
-            contents = await together([self._fetch(part) for part in request.parts])
+        with self._admitted(len(request.parts)), self._budget.share() as share:
+            contents = await together([self._fetch(part, share) for part in request.parts])
             asks = self._asks(request, [digest for _, digest in contents])
             works = [
-                self._encode_one(part, ask, content, request.options[part.modality])
+                self._encode_one(part, ask, content, request.options[part.modality], share)
                 for part, ask, (content, _) in zip(request.parts, asks, contents, strict=True)
             ]
+            contents.clear()  # each item's bytes go when it ends, not when the last one does
             return await together(works)
 
     @contextmanager
@@ -127,10 +132,10 @@ class EncodeFront:
             self._items -= items
             self._in_flight.dec(items)
 
-    async def _fetch(self, part: MediaPart) -> tuple[bytes, str]:
+    async def _fetch(self, part: MediaPart, share: MediaShare) -> tuple[bytes, str]:
         assert self._fetcher is not None
         with naming(part.param):
-            content = await self._fetcher.fetch(part.url)
+            content = await self._fetcher.fetch(part.url, share.take)
             return content, await self._on(self._reading, content_digest, content)
 
     def _asks(self, request: EncodeRequest, digests: Sequence[str]) -> list[Ask]:
@@ -169,10 +174,19 @@ class EncodeFront:
         return identity_of(self._preparer.identity, facts.model_type, facts.model_identity, facts.dtype)
 
     async def _encode_one(
-        self, part: MediaPart, ask: Ask, content: bytes, options: ItemOptions | VideoOptions
+        self,
+        part: MediaPart,
+        ask: Ask,
+        content: bytes,
+        options: ItemOptions | VideoOptions,
+        share: MediaShare,
     ) -> EncodedItem:
-        with naming(part.param):
-            done = await self._ask(ask, lambda: self._preparer.prepare(content, options))
+        # Kept until the engine has answered: one that is lost makes another one ask for the pixels again.
+        try:
+            with naming(part.param):
+                done = await self._ask(ask, lambda: self._preparer.prepare(content, options))
+        finally:
+            share.give(len(content))
         return EncodedItem(
             modality=part.modality,
             index=part.index,

@@ -170,6 +170,7 @@ def _front_limits(settings: EncodeSettings) -> FrontLimits:
         max_items=settings.max_items,
         queue_items=settings.queue_items,
         media_threads=settings.media_threads,
+        media_memory_bytes=settings.media_memory_bytes,
         prepare=PrepareLimits(
             max_pixels=settings.max_image_pixels,
             max_rows=settings.max_item_tokens,

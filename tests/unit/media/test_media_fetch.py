@@ -16,9 +16,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from epdctl.errors import EpdError, InvalidRequest, MediaUnavailable, UnsupportedMedia
+from epdctl.errors import EpdError, InvalidRequest, MediaUnavailable, Overloaded, UnsupportedMedia
 from epdctl.worker.media import MediaFetcher, MediaLimits, decode_data_url, read_local_file
 from epdctl.worker.media_address import FetchRules
+from epdctl.worker.media_budget import MediaBudget
 
 pytestmark = [pytest.mark.unit, pytest.mark.worker]
 
@@ -390,3 +391,36 @@ def test_file_larger_than_the_limit_is_refused(shared: Path) -> None:
     """The size limit holds for files too."""
     with pytest.raises(MediaUnavailable, match="larger than 3 bytes"):
         read_local_file(f"file://{shared}/link-in", shared, 3)
+
+
+@pytest.mark.parametrize("kind", ["data", "file", "http"])
+async def test_bytes_are_counted_before_they_are_kept(
+    origin: tuple[Origin, int], fetcher: Build, tmp_path: Path, kind: str
+) -> None:
+    """Whatever the URL, all bytes are counted, and a refusal of the counter ends the fetch."""
+    _, port = origin
+    (tmp_path / "a.png").write_bytes(b"picture")
+    url = {
+        "data": data_url(b"picture"),
+        "file": f"file://{tmp_path}/a.png",
+        "http": f"http://{HOST}:{port}/ok",
+    }[kind]
+    media = fetcher(rules=LISTED, local_path=tmp_path)
+    taken: list[int] = []
+
+    def refuse(nbytes: int) -> None:
+        raise Overloaded("full")
+
+    assert await media.fetch(url, taken.append) == b"picture"
+    assert 7 <= sum(taken) <= 9  # the padding of base64 may count
+    with pytest.raises(Overloaded):
+        await media.fetch(url, refuse)
+
+
+async def test_endless_answer_is_counted_as_it_arrives(origin: tuple[Origin, int], fetcher: Build) -> None:
+    """A body without a length is refused at the first byte that finds no room, not at its end."""
+    _, port = origin
+    with MediaBudget(200_000).share() as share:
+        with pytest.raises(MediaUnavailable, match="--media-memory-bytes"):
+            await fetcher(rules=LISTED, max_bytes=10**9).fetch(f"http://{HOST}:{port}/endless", share.take)
+        assert 0 < share.held <= 200_000

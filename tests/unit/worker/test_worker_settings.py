@@ -36,6 +36,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--advertise-url", "x:1"), "--advertise-url"),
         (("--port", "70000"), "--port"),
         (("--max-items", "9", "--queue-items", "8"), "--queue-items must be at least --max-items"),
+        (("--media-memory-bytes", "1000"), "--media-memory-bytes must be at least --max-media-bytes"),
         (("--mooncake-ports", "40000-40100"), "--mooncake-ports"),
         (("--mooncake-ports", "15000"), "--mooncake-ports"),
         (("--mooncake-devices", "mlx5_0"), "--mooncake-devices are those of --mooncake-protocol rdma"),
