@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar, get_args
 
-from pydantic import ValidationError
+from pydantic import ValidationError, field_validator
 from pydantic_settings import (
     CLI_SUPPRESS,
     BaseSettings,
@@ -23,6 +23,8 @@ from pydantic_settings import (
 )
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+LONGEST_S = 31_536_000.0
+"""A year: the largest value of a setting that is no whole number; all of them are seconds."""
 
 
 class CommandSettings(BaseSettings):
@@ -38,7 +40,16 @@ class CommandSettings(BaseSettings):
         cli_use_class_docs_for_groups=False,
         populate_by_name=True,
         validate_default=False,
+        allow_inf_nan=False,
     )
+
+    @field_validator("*", check_fields=False)
+    @classmethod
+    def _within_reason(cls, value: Any) -> Any:
+        """Refuse numbers of seconds that the event loop's clock cannot count."""
+        if isinstance(value, float) and value > LONGEST_S:
+            raise ValueError(f"must be at most {LONGEST_S:.0f}")
+        return value
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
