@@ -54,21 +54,31 @@ def header_of(item: StoredItem) -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def is_whole(item: StoredItem, head: bytes, file_bytes: int) -> bool:
-    """Return whether a file that begins with `head` and has `file_bytes` bytes holds `item`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRows:
+    """Where a file that says it holds an item has the rows, and the digest that they must have.
 
     A file of another writer has no digest; its rows are believed when shape, type and length are right.
     """
+
+    offset: int
+    digest: str | None
+
+
+def rows_in(item: StoredItem, head: bytes, file_bytes: int) -> FoundRows | None:
+    """Return where a file that begins with `head` and has `file_bytes` bytes has `item`; None: it has not."""
     length = int.from_bytes(head[:LENGTH_BYTES], "little")
     text = head[LENGTH_BYTES : LENGTH_BYTES + length]
     if len(head) < LENGTH_BYTES or len(text) < length or file_bytes != LENGTH_BYTES + length + item.nbytes:
-        return False
+        return None
     try:
         header = json.loads(text)
         tensor = header[_TENSOR]
         digest = header.get(_METADATA, {}).get("digest")
         found: Sequence[object] = (tensor["dtype"], tensor["shape"], tensor["data_offsets"])
     except (ValueError, TypeError, KeyError, AttributeError):
-        return False
+        return None
     expected = (_DTYPES[item.dtype], list(item.shape), [0, item.nbytes])
-    return tuple(found) == expected and (digest is None or digest == item.digest)
+    if tuple(found) != expected or digest not in (None, item.digest):
+        return None
+    return FoundRows(offset=LENGTH_BYTES + length, digest=digest)

@@ -17,12 +17,14 @@ import re
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import structlog
 
 from epdctl.errors import StorageFull, StorageUnavailable
+from epdctl.worker.transfer.digest import digest_of_parts
 from epdctl.worker.transfer.ec_file import (
     FILE_NAME,
     LENGTH_BYTES,
@@ -30,7 +32,7 @@ from epdctl.worker.transfer.ec_file import (
     StoredItem,
     check_identifier,
     header_of,
-    is_whole,
+    rows_in,
 )
 
 WORK_FOLDER = ".epdctl"
@@ -38,6 +40,7 @@ STALE_AFTER_S = 3600.0
 """A file of another machine is taken for a left-over after this time: no write takes that long."""
 
 _CHUNK_BYTES = 8 * 1024 * 1024
+_CHECK_BYTES = 1024 * 1024
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _PART = re.compile(r"(?P<machine>[0-9a-f]{16})-(?P<pid>[0-9]+)-[0-9a-f]{16}\.part")
 
@@ -83,6 +86,8 @@ class SharedFolder:
     def store(self, item: StoredItem, rows: memoryview, given_up: threading.Event) -> bool:
         """Put `rows` (bytes) under the item's name; return False when they were there already.
 
+        A file that is there is read to its end where it has a digest: one that was damaged is replaced.
+
         Raises:
             InvalidRequest: the identifier must not become a folder's name.
             StorageFull: no space, or a quota or limit was reached.
@@ -92,19 +97,25 @@ class SharedFolder:
         check_identifier(item.identifier)
         place = self._path / item.identifier / FILE_NAME
         try:
-            if self._holds(place, item):
+            if self._holds(place, item, given_up):
                 return False
             self._write(place, item, rows, given_up)
         except OSError as error:
             raise self._failure(error) from error
         return True
 
-    def _holds(self, place: Path, item: StoredItem) -> bool:
+    def _holds(self, place: Path, item: StoredItem, given_up: threading.Event) -> bool:
         try:
             with place.open("rb", buffering=0) as file:
                 head = file.read(LENGTH_BYTES + MAX_HEADER_BYTES)
-                if not is_whole(item, head, os.fstat(file.fileno()).st_size):
+                found = rows_in(item, head, os.fstat(file.fileno()).st_size)
+                if found is None:
                     return False
+                if found.digest is not None:
+                    parts = _parts_of(file.fileno(), found.offset, given_up)
+                    if digest_of_parts(parts) != found.digest:
+                        self._log.warning("damaged_file_replaced", identifier=item.identifier)
+                        return False
         except FileNotFoundError:
             return False
         with suppress(OSError):  # for those who clean up by age; a reader needs no new time stamp
@@ -159,6 +170,16 @@ def _write_all(descriptor: int, data: memoryview, given_up: threading.Event) -> 
         if given_up.is_set():
             raise GivenUp
         data = data[os.write(descriptor, data[:_CHUNK_BYTES]) :]
+
+
+def _parts_of(descriptor: int, offset: int, given_up: threading.Event) -> Iterator[memoryview]:
+    """Read a file from `offset` to its end, each part into the same memory."""
+    memory = memoryview(bytearray(_CHECK_BYTES))
+    while count := os.preadv(descriptor, [memory], offset):
+        if given_up.is_set():
+            raise GivenUp
+        yield memory[:count]
+        offset += count
 
 
 def _make_folder(folder: Path) -> None:

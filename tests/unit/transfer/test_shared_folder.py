@@ -114,17 +114,42 @@ def _made(place: Path) -> Path:
     return place
 
 
-@pytest.mark.parametrize("damage", ["empty", "cut", "longer", "shape", "digest", "noise"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "longer", "shape", "digest", "noise", "first", "last"])
 def test_a_file_that_is_not_the_item_is_replaced(folder: SharedFolder, tmp_path: Path, damage: str) -> None:
     """A torn file, another shape, other rows under the same name: what a reader finds next is the item."""
     place = file_of(tmp_path)
     store(folder, ROWS.reshape(4, 6) if damage == "shape" else ROWS + 1 if damage == "digest" else ROWS)
     whole = place.read_bytes()
-    damaged = {"empty": b"", "cut": whole[:-1], "longer": whole + b"x", "noise": b"\xff" * 100}
+    first = len(whole) - ROWS.nbytes
+    damaged = {
+        "empty": b"",
+        "cut": whole[:-1],
+        "longer": whole + b"x",
+        "noise": b"\xff" * 100,
+        "first": _flipped(whole, first),
+        "last": _flipped(whole, len(whole) - 1),
+    }
     place.write_bytes(damaged.get(damage, whole))
 
     assert store(folder) is True
     assert (load_file(place)["ec_cache"] == ROWS).all()
+
+
+def _flipped(data: bytes, place: int) -> bytes:
+    """Return `data` with one byte turned over: the length stays, the rows are others."""
+    return data[:place] + bytes([data[place] ^ 0xFF]) + data[place + 1 :]
+
+
+def test_a_damaged_byte_far_into_a_large_file_is_found(folder: SharedFolder, tmp_path: Path) -> None:
+    """All rows are read, however many: a file of several megabytes with one wrong byte is replaced once."""
+    rows = numpy.arange(3 * 2**18, dtype=numpy.float32).reshape(-1, 64)
+    store(folder, rows)
+    place = file_of(tmp_path)
+    place.write_bytes(_flipped(place.read_bytes(), 2_500_000))
+
+    assert store(folder, rows) is True
+    assert (load_file(place)["ec_cache"] == rows).all()
+    assert store(folder, rows) is False
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a.b", "a b", "ä", "x" * 129, "a\n", "\0"])
