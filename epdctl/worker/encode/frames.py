@@ -20,6 +20,8 @@ MAX_FPS = 30.0
 MAX_FRAMES = 768
 MIN_FRAMES = 4
 DEFAULT_FPS = 2.0
+_DEPTH = 2
+"""Frames that the Qwen2 models take at once."""
 DEFAULT_NUM_FRAMES = 32
 ASSUMED_FPS = 24.0
 """Of a source that does not say, as transformers' Qwen3-VL video processor assumes."""
@@ -98,11 +100,21 @@ def _qwen2(source: Source, choice: FrameChoice) -> list[int]:
     high = min(high, source.frames) // 2 * 2
     count = math.floor(min(max(source.frames / source.fps * fps, low), high, source.frames) / 2) * 2
     if count < 1:
-        raise NoFrames("the video has fewer than two frames")
+        raise NoFrames(_why_no_two(source, high))
     step = source.frames / count
     # In float32 like transformers', where a place may be rounded up to the next frame, even past the last.
     places = (numpy.arange(math.ceil(source.frames / step)) * step).astype(numpy.float32).astype(int)
     return [min(int(place), source.frames - 1) for place in places]
+
+
+def _why_no_two(source: Source, high: int) -> str:
+    if source.frames < _DEPTH:
+        return "the video has fewer than two frames"
+    if high < _DEPTH:
+        return (
+            "media_io_kwargs.video.max_frames must be at least 2 for this model, which takes frames in pairs"
+        )
+    return "media_io_kwargs.video (fps, min_frames) takes fewer than two frames of this video"
 
 
 def _qwen3(source: Source, choice: FrameChoice) -> list[int]:
@@ -110,7 +122,7 @@ def _qwen3(source: Source, choice: FrameChoice) -> list[int]:
     count = int(source.frames / (source.fps if source.fps > 0 else ASSUMED_FPS) * fps)
     count = min(max(count, low), high, source.frames)
     if count < 1:
-        raise NoFrames("max_frames leaves no frame of the video")
+        raise NoFrames("media_io_kwargs.video.max_frames leaves no frame of the video")
     return [int(place) for place in numpy.linspace(0, source.frames - 1, count).round()]
 
 

@@ -29,6 +29,7 @@ _NO_SAMPLING = "do_sample_frames"
 _MEDIA = frozenset(modality.value for modality in Modality)
 _COUNTS = frozenset({"num_frames", "min_frames", "max_frames"})
 _MAX_COUNT = 2**20
+_MAX_PIXELS = 2**31
 _EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 WHITE = (255, 255, 255)
 
@@ -99,6 +100,9 @@ def parse_video_options(body: Mapping[str, Any]) -> VideoOptions:
         elif (name, value) not in (("backend", "opencv"), ("frame_recovery", False)):
             served = "num_frames, fps, min_frames, max_frames, video_backend"
             raise InvalidRequest(f"option '{name}' is not served (served: {served})", param=param)
+    fewest, most = given.get("min_frames"), given.get("max_frames")
+    if fewest is not None and most is not None and fewest > most:
+        raise InvalidRequest("min_frames is larger than max_frames", param="media_io_kwargs.video")
     return VideoOptions(min_pixels=low, max_pixels=high, **given)
 
 
@@ -124,7 +128,7 @@ def _count(value: Any, param: str) -> int | None:
     if value == -1 and param.endswith("num_frames"):
         return 0
     if type(value) is not int or not 1 <= value <= _MAX_COUNT:
-        raise InvalidRequest("must be a number of frames, at least 1", param=param)
+        raise InvalidRequest(f"must be a whole number of frames from 1 to {_MAX_COUNT}", param=param)
     return value
 
 
@@ -132,7 +136,8 @@ def _rate(value: Any, param: str) -> float | None:
     if value == -1:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_COUNT:
-        raise InvalidRequest("must be a number of frames a second, above 0", param=param)
+        text = f"must be a number of frames a second, above 0 and at most {_MAX_COUNT}"
+        raise InvalidRequest(text, param=param)
     return float(value)
 
 
@@ -178,8 +183,8 @@ def _size(size: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _pixels(value: Any, param: str) -> int:
-    if type(value) is not int or not 1 <= value <= 2**31:
-        raise InvalidRequest("must be a number of pixels, at least 1", param=param)
+    if type(value) is not int or not 1 <= value <= _MAX_PIXELS:
+        raise InvalidRequest(f"must be a whole number of pixels from 1 to {_MAX_PIXELS}", param=param)
     return value
 
 

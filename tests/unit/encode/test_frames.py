@@ -75,6 +75,20 @@ def test_source_without_usable_frames(frames: int, rate: float, sampling: str) -
         chosen(frames, rate, sampling)
 
 
+@pytest.mark.parametrize(
+    ("frames", "choice", "text"),
+    [
+        (16, {"max_frames": 1}, "media_io_kwargs.video.max_frames must be at least 2"),
+        (1, {"max_frames": 1}, "the video has fewer than two frames"),
+        (4, {"min_frames": 1}, r"media_io_kwargs.video \(fps, min_frames\) takes fewer than two"),
+    ],
+)
+def test_what_leaves_no_frames_is_named(frames: int, choice: dict[str, float], text: str) -> None:
+    """It is the video's fault only if it has too few frames; else the option is named."""
+    with pytest.raises(NoFrames, match=text):
+        chosen(frames, 8.0, "qwen2_vl", **choice)
+
+
 def test_times_are_the_middles_of_groups() -> None:
     """Each group of frames has the middle of its first and last; an odd last frame stands alone."""
     assert timestamps([0, 4, 8], 8.0, 2) == [0.25, 1.0]

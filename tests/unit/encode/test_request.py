@@ -239,6 +239,7 @@ def test_options_of_videos(body: dict[str, Any], expected: VideoOptions) -> None
         ({"mm_processor_kwargs": {"do_sample_frames": True}}, "mm_processor_kwargs.do_sample_frames"),
         ({"media_io_kwargs": {"video": {"num_frames": 0}}}, "media_io_kwargs.video.num_frames"),
         ({"media_io_kwargs": {"video": {"num_frames": 2.5}}}, "media_io_kwargs.video.num_frames"),
+        ({"media_io_kwargs": {"video": {"min_frames": 9, "max_frames": 4}}}, "media_io_kwargs.video"),
         ({"media_io_kwargs": {"video": {"fps": "2"}}}, "media_io_kwargs.video.fps"),
         ({"media_io_kwargs": {"video": {"fps": 0}}}, "media_io_kwargs.video.fps"),
         ({"media_io_kwargs": {"video": {"video_backend": "x"}}}, "media_io_kwargs.video.video_backend"),
@@ -252,6 +253,28 @@ def test_video_option_that_is_not_served_is_named(body: dict[str, Any], param: s
         parse_video_options(body)
 
     assert failure.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"mm_processor_kwargs": {"max_pixels": 2**31 + 1}}, "whole number of pixels from 1 to 2147483648"),
+        (
+            {"mm_processor_kwargs": {"size": {"longest_edge": 0}}},
+            "whole number of pixels from 1 to 2147483648",
+        ),
+        (
+            {"media_io_kwargs": {"video": {"num_frames": 2**20 + 1}}},
+            "whole number of frames from 1 to 1048576",
+        ),
+        ({"media_io_kwargs": {"video": {"max_frames": 0}}}, "whole number of frames from 1 to 1048576"),
+        ({"media_io_kwargs": {"video": {"fps": 2**21}}}, "above 0 and at most 1048576"),
+    ],
+)
+def test_both_ends_of_a_range_are_named(body: dict[str, Any], text: str) -> None:
+    """Whoever gives too much is not told that it must be more."""
+    with pytest.raises(InvalidRequest, match=text):
+        parse_video_options(body)
 
 
 def test_pictures_and_videos_of_one_request() -> None:
