@@ -15,6 +15,7 @@ from pydantic_settings import CliSuppress, NoDecode
 
 from epdctl.config import CommandSettings, child_environment
 from epdctl.logs import LogFormat, LogLevel
+from epdctl.worker.media_address import is_host
 from epdctl.worker.transfer.environment import mooncake_environment, parse_ports
 
 MIB = 1024 * 1024
@@ -215,6 +216,17 @@ class EncodeSettings(WorkerSettings):
     allowed_local_media_path: Path | None = Field(
         None, description="Folder that file:// URLs may name files in. Default: none may."
     )
+
+    @field_validator("allowed_media_domains")
+    @classmethod
+    def _hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for host in value:
+            if not is_host(host):
+                raise ValueError(
+                    f"'{host}' is no host: give names or addresses, such as images.example.com or 10.0.0.5, "
+                    "without scheme, port, path or *"
+                )
+        return value
 
     @field_validator("mooncake_store")
     @classmethod

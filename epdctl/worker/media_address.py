@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from epdctl.errors import InvalidRequest, MediaUnavailable, UnsupportedMedia
 
 _UNPRINTABLE = re.compile(r"[\x00-\x20\x7f\\]")
+_NO_HOST = re.compile(r"[\x00-\x20\x7f\\/:@?#%*\[\]]")
 _NAT64 = IPv6Network("64:ff9b::/96")
 REFUSAL = "the media URL may not be fetched by this worker (see --allowed-media-domains)"
 
@@ -64,6 +65,15 @@ def parse_media_url(url: str) -> MediaTarget:
         raise InvalidRequest("a media URL needs a host and must not carry user info")
     default = 443 if parts.scheme == "https" else 80
     return MediaTarget(url=url, scheme=parts.scheme, host=host.rstrip("."), port=port or default)
+
+
+def is_host(text: str) -> bool:
+    """Return whether `text` is a host name or an address, as `allowed_hosts` compares them."""
+    try:
+        ip_address(text)
+    except ValueError:
+        return bool(text.strip(".")) and _NO_HOST.search(text) is None
+    return True
 
 
 def is_public(address: str) -> bool:

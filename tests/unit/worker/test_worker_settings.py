@@ -36,6 +36,13 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--advertise-url", "x:1"), "--advertise-url"),
         (("--port", "70000"), "--port"),
         (("--max-items", "9", "--queue-items", "8"), "--queue-items must be at least --max-items"),
+        (
+            ("--allowed-media-domains", "a.example,http://x/"),
+            "--allowed-media-domains: 'http://x/' is no host",
+        ),
+        (("--allowed-media-domains", "x:8080"), "--allowed-media-domains: 'x:8080' is no host"),
+        (("--allowed-media-domains", "*.example.com"), "--allowed-media-domains: '*.example.com' is no host"),
+        (("--allowed-media-domains", "[::1]"), "--allowed-media-domains: '[::1]' is no host"),
         (("--media-memory-bytes", "1000"), "--media-memory-bytes must be at least --max-media-bytes"),
         (("--mooncake-ports", "40000-40100"), "--mooncake-ports"),
         (("--mooncake-ports", "15000"), "--mooncake-ports"),
@@ -132,3 +139,10 @@ def test_each_engine_has_a_device(device: str, size: int, devices: tuple[str, ..
     settings = load("--device", device, "--data-parallel-size", str(size))
 
     assert settings.engine_devices == devices
+
+
+def test_hosts_that_media_may_come_from() -> None:
+    """Names, with or without a final dot, and addresses of both kinds are hosts."""
+    hosts = ("images.example.com", "localhost.", "10.0.0.5", "::1", "my_host-1")
+
+    assert load("--allowed-media-domains", ",".join(hosts)).allowed_media_domains == hosts
