@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -24,6 +25,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
+    """Set what every run needs, however it was started.
+
+    One thread a process: the bits of a forward depend on the number of threads, and the spinning barriers of
+    OpenMP slow two processes on two cores down many times.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _let_children_see_ctrl_c()
+
+
+def _let_children_see_ctrl_c() -> None:
     """Let the processes that tests start see Ctrl-C, also where this one runs in a shell's background.
 
     A shell lets what it starts with `&` ignore SIGINT, children inherit that, and a shell script among them

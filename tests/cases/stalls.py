@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 TICK_S, LATE_S = 0.005, 0.010
 
@@ -41,3 +42,11 @@ class Stalls:
     def within(self, began: float, ended: float) -> float:
         """Return how many seconds of an interval the loop stood still."""
         return sum(max(0.0, min(ended, end) - max(began, begin)) for begin, end in self.intervals)
+
+
+def wait_for_a_core(pid: int) -> float:
+    """Return how many seconds the event loop's thread could run and had no core, since it began."""
+    try:
+        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 from tests.cases import product
@@ -16,6 +15,7 @@ from tests.cases.control_messages import ask, burst, race
 from tests.cases.http_client import Request, Result
 from tests.cases.loader import BadCase
 from tests.cases.placeholders import Placeholders, merge
+from tests.cases.stalls import wait_for_a_core
 from tests.cases.steps import Step, Steps
 from tests.cases.worker_pictures import gradient_pngs
 from tests.cases.worker_world import WorkerWorld
@@ -171,14 +171,6 @@ class WorkerSteps(Steps):
     async def _is_writing(self) -> bool:
         assert self.here.receiver is not None
         return bool((await self.here.receiver.stats())["reservations"]["writing"])
-
-
-def wait_for_a_core(pid: int) -> float:
-    """Return how many seconds the event loop's thread could run and had no core, since it began."""
-    try:
-        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
 
 
 def _signal_number(step: Step) -> int:
