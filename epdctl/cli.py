@@ -1,19 +1,23 @@
 """The `epdctl` entry: find the command, load its settings, run it, and return its exit code.
 
 Rules of this file: a command is one row of the table; modules are imported only when their command runs, so
-that `epdctl --help` needs neither torch nor Mooncake.
+that `epdctl --help` needs neither torch nor Mooncake. Nothing that takes long is imported before the signals
+are seen to.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from epdctl import __version__
-from epdctl.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, load_settings
+from epdctl.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,8 @@ COMMANDS: tuple[Command, ...] = (
 )
 
 
+_SERVES = frozenset({"worker", "serve", "up"})
+"""First words of the commands that run until a signal, for which being told to end is no failure."""
 _ASKS_FOR_HELP: tuple[list[str], ...] = ([], ["-h"], ["--help"], ["help"])
 
 
@@ -130,6 +136,31 @@ def find_command(arguments: Sequence[str]) -> Command | None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 ok, 1 failed, 2 usage."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        _end_early_on_signals(serves=not _SERVES.isdisjoint(words[:1]))
+    try:
+        return _main(words)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _end_early_on_signals(*, serves: bool) -> None:
+    """End at once, without a traceback, on a signal that comes before a command has its own handlers.
+
+    Nothing has been started then that would have to be ended; half-imported modules are not to be unwound.
+    A signal that this process was started to ignore stays ignored.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os._exit(EXIT_OK if serves else EXIT_INTERRUPTED)
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end)
+    if serves and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, end)
+
+
+def _main(words: list[str]) -> int:
     if words in (["--version"], ["version"]):
         print(__version__)
         return EXIT_OK
@@ -145,12 +176,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = ", ".join(" ".join(c.words) for c in known) if known else "see 'epdctl --help'"
         print(f"epdctl: unknown command '{' '.join(words[:2])}' ({hint})", file=sys.stderr)
         return EXIT_USAGE
+    from epdctl.config import load_settings
+
     prog = "epdctl " + " ".join(command.words)
     settings = load_settings(load_reference(command.settings), prog, words[len(command.words) :])
-    try:
-        result = load_reference(command.run)(settings)
-    except KeyboardInterrupt:
-        return 130
+    run = load_reference(command.run)
+    if words[0] not in _SERVES and callable(signal.getsignal(signal.SIGINT)):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs now may have something to end
+    result = run(settings)
     return EXIT_FAILED if result is None else int(result)
 
 

@@ -22,7 +22,10 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+from epdctl.exits import EXIT_FAILED as EXIT_FAILED
+from epdctl.exits import EXIT_OK as EXIT_OK
+from epdctl.exits import EXIT_USAGE as EXIT_USAGE
+
 LONGEST_S = 31_536_000.0
 """A year: the largest value of a setting that is no whole number; all of them are seconds."""
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from epdctl.cli import COMMANDS, find_command, load_reference, main
@@ -46,3 +50,43 @@ def test_the_longest_words_decide() -> None:
 
     assert found is not None
     assert found.words == ("worker", "prefill-decode")
+
+
+STUCK = """
+import sys, time
+import epdctl.cli as cli
+assert "pydantic" not in sys.modules, "something slow is imported before signals are seen to"
+def load(reference):
+    print("loading", flush=True)
+    time.sleep(60)
+cli.load_reference = load
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "number", "code"),
+    [
+        (("worker", "encode"), signal.SIGTERM, 0),
+        (("worker", "decode"), signal.SIGINT, 0),
+        (("serve",), signal.SIGTERM, 0),
+        (("instances", "list"), signal.SIGINT, 130),
+        (("instances", "list"), signal.SIGTERM, -signal.SIGTERM),
+    ],
+)
+def test_signal_while_modules_are_loaded(words: tuple[str, ...], number: signal.Signals, code: int) -> None:
+    """Told to end before it has begun, what serves ends with 0, a client command as usual: in silence."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+
+    assert process.returncode == code
+    assert errors == ""
