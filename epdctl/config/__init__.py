@@ -89,6 +89,19 @@ def _refuse_secrets(kind: type[CommandSettings], prog: str, arguments: Sequence[
             usage_error(prog, f"{flag}: give a key as the variable {field.validation_alias}, not as a flag")
 
 
+class _ReadableHelp(CliSettingsSource[S]):
+    """Shows a list, and a default that is a variable, as their user writes them.
+
+    The method is pydantic-settings' own (2.16); where it is called otherwise, `--help` shows Python's types.
+    """
+
+    def _metavar_format(self, obj: Any) -> str:
+        shown = str(super()._metavar_format(obj))
+        if shown == "tuple[str,...]":
+            return "A,B,..."
+        return shown.replace("variable_", "variable ", 1) if shown.startswith("variable_") else shown
+
+
 def load_settings(kind: type[S], prog: str, arguments: Sequence[str]) -> S:
     """Return the settings of `prog` from `arguments` and the environment; exit 2 naming what is wrong."""
     _refuse_secrets(kind, prog, arguments)
@@ -96,7 +109,7 @@ def load_settings(kind: type[S], prog: str, arguments: Sequence[str]) -> S:
         return CliApp.run(
             kind,
             cli_args=list(arguments),
-            cli_settings_source=CliSettingsSource[S](kind, cli_prog_name=prog, case_sensitive=False),
+            cli_settings_source=_ReadableHelp(kind, cli_prog_name=prog, case_sensitive=False),
             cli_cmd_method_name="after_load",
         )
     except ValidationError as error:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from epdctl.cli import COMMANDS, find_command, load_reference, main
+from epdctl.cli import COMMANDS, Command, find_command, load_reference, main
 
 pytestmark = pytest.mark.unit
 
@@ -90,3 +90,15 @@ def test_signal_while_modules_are_loaded(words: tuple[str, ...], number: signal.
 
     assert process.returncode == code
     assert errors == ""
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: " ".join(c.words))
+def test_help_speaks_of_no_python_types(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lists and defaults are shown as a user writes them."""
+    with pytest.raises(SystemExit) as end:
+        main([*command.words, "--help"])
+
+    printed = capsys.readouterr().out
+    assert end.value.code == 0
+    assert "[str" not in printed
+    assert "variable_" not in printed
