@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import machine, quietly
-from benchmarks.transfer.items import SIZES, TOTAL_BYTES, Case, items_of, shape_of
+from benchmarks.transfer.items import ROW_BYTES, SIZES, TOTAL_BYTES, Case, items_of, shape_of
 from benchmarks.transfer.producer import Pushed, Raw, Target, raw_ways
 from epdctl.worker.transfer.environment import mooncake_environment
 from epdctl.worker.transfer.memory import HostMemory
@@ -35,15 +35,42 @@ JUDGED_FROM = 2**20
 RAW = ("sync", "submit", "submit-1MB")
 
 
+def _count(text: str) -> int:
+    """Return a number of at least 1, for argparse."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no whole number of at least 1")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    """Return the numbers of a comma-separated list, for argparse."""
+    return [_count(piece) for piece in text.split(",")]
+
+
+def _sizes(text: str) -> list[int]:
+    """Return the KiB of items, for argparse: whole rows, and no larger than the source."""
+    row, most = ROW_BYTES // 1024, SOURCE_BYTES // 1024
+    for size in (sizes := _counts(text)):
+        if size % row or size > most:
+            raise argparse.ArgumentTypeError(f"{size} is no multiple of {row} KiB up to {most}")
+    return sizes
+
+
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options of a run."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer", description=__doc__)
     parser.add_argument(
-        "--sizes", default=",".join(str(size // 1024) for size in SIZES), help="KiB of an item"
+        "--sizes",
+        type=_sizes,
+        metavar="A,B,...",
+        default=",".join(str(size // 1024) for size in SIZES),
+        help="KiB of an item",
     )
-    parser.add_argument("--consumers", default="1,2,4", help="numbers of consumers")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--total-mb", type=int, default=TOTAL_BYTES // 2**20, help="MiB to each consumer")
+    parser.add_argument(
+        "--consumers", type=_counts, metavar="A,B,...", default="1,2,4", help="numbers of consumers"
+    )
+    parser.add_argument("--rounds", type=_count, default=5)
+    parser.add_argument("--total-mb", type=_count, default=TOTAL_BYTES // 2**20, help="MiB to each consumer")
     parser.add_argument("--json", type=Path, help="write every round's figures here")
     parser.add_argument("--gate", action="store_true", help="exit with 1 when the target is missed")
     return parser.parse_args(arguments)
@@ -51,10 +78,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
     """Return the cases of a run; with several consumers only sizes up to 4 MB, to bound memory."""
-    sizes = [int(size) * 1024 for size in options.sizes.split(",")]
+    sizes = [size * 1024 for size in options.sizes]
     return [
         Case(nbytes=size, items=items_of(size, options.total_mb * 2**20), consumers=consumers)
-        for consumers in (int(number) for number in options.consumers.split(","))
+        for consumers in options.consumers
         for size in sizes
         if consumers == 1 or size <= 4 * 2**20
     ]
