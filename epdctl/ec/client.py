@@ -18,6 +18,7 @@ the protocol) here.
 from __future__ import annotations
 
 import asyncio
+import socket as tcp
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -169,8 +170,7 @@ class ControlClient:
 
     async def _connect(self) -> zmq.asyncio.Socket:
         # A REQ socket retries a refused connection in silence; a plain connect tells us at once.
-        _, writer = await asyncio.open_connection(self.address.host, self.address.port)
-        writer.close()
+        await _check_reachable(self.address.host, self.address.port)
         socket = self._context.socket(zmq.REQ)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.LINGER, 0)
@@ -182,6 +182,23 @@ class ControlClient:
             self._idle.append(socket)
         else:
             socket.close(linger=0)
+
+
+async def _check_reachable(host: str, port: int) -> None:
+    """Connect to one of the host's addresses and hang up at once; raise OSError when none takes it."""
+    loop = asyncio.get_running_loop()
+    failure = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=tcp.SOCK_STREAM):
+        # A bare socket and no stream: a stream's transport outlives its closing by a turn of the loop.
+        with tcp.socket(family, kind, protocol) as attempt:
+            attempt.setblocking(False)
+            try:
+                await loop.sock_connect(attempt, address)
+            except OSError as error:
+                failure = error
+            else:
+                return
+    raise failure
 
 
 def _as_many(answers: list[A], items: Sequence[object]) -> list[A]:
