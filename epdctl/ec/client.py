@@ -11,8 +11,8 @@
 
 Rules of this file: every exchange has a deadline; a socket whose exchange failed or was cancelled is thrown
 away, so that a late reply is never taken for another's; no exchange waits for another one's reply. Foreign
-exceptions become `ConsumerUnavailable` (nobody answered in time) or `UpstreamProtocol` (the answer is not in
-the protocol) here.
+exceptions become `ConsumerUnavailable` (nobody is there; `ConsumerSilent` when it did not answer in time) or
+`UpstreamProtocol` (the answer is not in the protocol) here.
 """
 
 from __future__ import annotations
@@ -55,6 +55,10 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 MAX_IDLE_SOCKETS = 4
+
+
+class ConsumerSilent(ConsumerUnavailable):
+    """The consumer is there, and did not answer in time."""
 
 
 class ControlClient:
@@ -158,7 +162,7 @@ class ControlClient:
                 frames = await socket.recv_multipart()
             healthy = len(frames) == 1
         except (TimeoutError, zmq.ZMQError) as error:
-            raise ConsumerUnavailable(f"the EC consumer did not answer '{op}' in time") from error
+            raise ConsumerSilent(f"the EC consumer did not answer '{op}' in time") from error
         except OSError as error:
             raise ConsumerUnavailable("the EC consumer cannot be reached") from error
         finally:

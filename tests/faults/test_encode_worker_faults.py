@@ -282,6 +282,40 @@ async def test_dead_consumer_fails_fast_and_harms_no_other(worker: EncodeWorker)
     assert took_s < 5.0
 
 
+async def test_silent_consumer_does_not_keep_the_arena_from_others(launch: Launch) -> None:
+    """Two arenas full of items for a consumer that answers no reservation, then four for a live one: these
+    are delivered before the first of the others fails, all of which fail within the deadline (hazard 29)."""
+    worker = await launch("--cache-bytes", str(2**20)).ready()
+    medium = {"mm_processor_kwargs": {"min_pixels": 300_000, "max_pixels": 350_000}}
+    ended: list[str] = []
+
+    async def one(name: str, address: str, colour: int) -> Reply:
+        image = part(picture((colour, 8, 8)))
+        reply = await worker.encode(image, consumer=address, transfer_ids=[new_id()], **medium)
+        ended.append(name)
+        return reply
+
+    async with StubConsumer({"reserve": "silent", "cancel": "silent"}) as stub, open_consumer() as alive:
+        begun = time.monotonic()
+        silent = [asyncio.create_task(one("silent", stub.address, n)) for n in range(20)]
+        await until_misses(worker, 20)
+        await until_in_the_tower(worker)
+        good = await asyncio.gather(*(one("live", alive.address, 100 + n) for n in range(4)))
+        bad = await asyncio.gather(*silent)
+        took_s = time.monotonic() - begun
+        assert ended == ["live"] * 4 + ["silent"] * 20
+
+        again_at = time.monotonic()
+        again = await asyncio.gather(*(one("again", stub.address, n) for n in range(20)))
+        again_took_s = time.monotonic() - again_at
+
+    assert [reply.status for reply in good] == [200] * 4
+    assert {(reply.status, reply.code) for reply in (*bad, *again)} == {(503, "consumer_unavailable")}
+    assert max(took_s, again_took_s) < 8.0 + 4.0
+    await until_nothing_pinned(worker)
+    assert await worker.metric("epdctl_in_flight") == 0
+
+
 async def test_cache_hits_for_silent_consumers_are_bounded(worker: EncodeWorker) -> None:
     """Hits that wait for silent consumers fill the engine up to its bound; beyond it they are 429 at once,
     the others fail in time, and nothing stays pinned."""

@@ -4,7 +4,8 @@ A consumer is asked for space when the tower starts on an item (`announce`), and
 are there (`begin`).
 
 Rules of this file: an entry is pinned from the moment its delivery begins until the transfer engine can no
-longer read it, which may be later than the answer. Deliveries are bounded; beyond the bound a call is
+longer read it, which may be later than the answer. What a consumer has not answered yet is charged to it in
+`parking`, from when it is asked. Deliveries are bounded; beyond the bound a call is
 refused, never queued without end.
 """
 
@@ -23,6 +24,7 @@ from epdctl.errors import EngineUnavailable, EpdError, Overloaded, ShuttingDown
 from epdctl.worker.channel import Message, error_message, message
 from epdctl.worker.encode.cache import EmbeddingCache, Entry, Facts
 from epdctl.worker.encode.messages import Ask, Done
+from epdctl.worker.encode.parking import Parking
 from epdctl.worker.transfer.ports import Delivery, PushAnnouncement, Pusher, PushSource
 
 
@@ -62,6 +64,8 @@ class Deliveries:
         send: Callable[[Message], Awaitable[None]],
         *,
         policy: DeliveryPolicy,
+        parking: Parking,
+        on_settled: Callable[[str], None],
         address_of: Callable[[Entry], int],
         on_room: Callable[[], None],
     ) -> None:
@@ -69,6 +73,8 @@ class Deliveries:
         self._cache = cache
         self._send = send
         self._policy = policy
+        self._parking = parking
+        self._on_settled = on_settled
         self._address_of = address_of
         self._on_room = on_room
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -87,6 +93,7 @@ class Deliveries:
         """Ask the consumer for space; how that goes is heard in `begin`."""
         if not self._is_delivered(ask):
             return
+        self._charge(call_id, ask, nbytes)
         announcement = PushAnnouncement(
             consumer_zmq=ask.consumer_zmq or "",
             transfer_id=TransferId(ask.transfer_id or ""),
@@ -94,21 +101,30 @@ class Deliveries:
             nbytes=nbytes,
             shape=shape,
             dtype=dtype,
+            on_answer=lambda: self._settle(call_id),
         )
         try:
             self._announced[call_id] = self._pusher.announce(announcement)
         except EpdError as error:
             self._announced[call_id] = error
+            self._settle(call_id)
+
+    def consumer_of(self, ask: Ask) -> str | None:
+        """Return the consumer that `ask` has its embedding delivered to, or None."""
+        return ask.consumer_zmq if not self._policy.every_item and self._is_delivered(ask) else None
 
     def withdraw(self, call_id: str) -> None:
         """Give the space of a call back: its item failed, or nobody wants it any more."""
         announced = self._announced.pop(call_id, None)
         if announced is not None and not isinstance(announced, EpdError):
             announced.abort()
+        self._settle(call_id)
 
     def begin(self, call_id: str, ask: Ask, entry: Entry, source: str) -> None:
         """Deliver `entry` to where `ask` says, as a task; the front hears the end."""
         self._cache.pin(entry)
+        if call_id not in self._announced:
+            self._charge(call_id, ask, entry.region.nbytes)
         held = _Source(lambda: self._release(entry))
         task = asyncio.create_task(self._run(call_id, ask, entry, source, held))
         self._tasks[call_id] = task
@@ -134,9 +150,21 @@ class Deliveries:
 
     def _ended(self, call_id: str, held: _Source) -> None:
         self._tasks.pop(call_id, None)
+        self._settle(call_id)
         if not held.with_pusher:
             held.release()
         self._on_room()
+
+    def _charge(self, call_id: str, ask: Ask, nbytes: int) -> None:
+        consumer = self.consumer_of(ask)
+        if consumer is not None:
+            now = asyncio.get_running_loop().time()
+            self._parking.charge(call_id, consumer, ask.key, nbytes, now)
+
+    def _settle(self, call_id: str) -> None:
+        consumer = self._parking.settle(call_id)
+        if consumer is not None:
+            self._on_settled(consumer)
 
     def _release(self, entry: Entry) -> None:
         self._cache.unpin(entry)

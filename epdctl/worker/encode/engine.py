@@ -5,13 +5,14 @@ the cache: brought to the arena / else its front is asked for pixels -> `pixels`
 tower -> encoded and cached -> delivered to every call that waits.
 
 Rules of this file: order of steps only; who waits for what is in `flights`, what runs next in `scheduler`,
-what stays in `cache`. The tower runs on one thread; everything else is on the event loop, so no locks.
+what stays in `cache`, who waits aside for a silent consumer in `standby`. The tower runs on one thread;
+everything else is on the event loop, so no locks.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +31,9 @@ from epdctl.worker.encode.deliveries import Deliveries, DeliveryPolicy, refusal
 from epdctl.worker.encode.device_arena import DeviceArena
 from epdctl.worker.encode.flights import Action, AskForPixels, Flights
 from epdctl.worker.encode.messages import Ask, EncodeEngineSettings, Pixels, ReadyFacts
+from epdctl.worker.encode.parking import Parking
 from epdctl.worker.encode.scheduler import BatchLimits, Scheduler
+from epdctl.worker.encode.standby import Standby, StandbyEvents, StandbyPolicy
 from epdctl.worker.encode.store import StoredValue
 from epdctl.worker.encode.tier_stack import StackEvents, TierStack
 from epdctl.worker.encode.tower_queue import QueueEvents, TowerQueue
@@ -68,6 +71,8 @@ class EncodeEngine:
         self._tiers = TierStack(self._settings, self._memory, self._arena, self._metrics, events)
         self._cache = self._tiers.cache
         self._transfer = await open_transfer(self._settings, self._memory, self._metrics)
+        self._parking = Parking(self._settings.cache_bytes)
+        self._standby = self._new_standby()
         self._deliveries = self._new_deliveries()
         self._queue = self._new_queue()
         self._show_gauges()
@@ -101,6 +106,18 @@ class EncodeEngine:
         self._metrics.tower_graphs.set_function(lambda: compiler.graphs)
         self._log.info("tower_compiled", graphs=compiler.graphs)
 
+    def _new_standby(self) -> Standby:
+        events = StandbyEvents(
+            consumers_of=lambda key: self._consumers(self._flights.waiting(key)),
+            unpark=self._unpark,
+            fail=self._fail_waiting,
+            ask_again=self._ask,
+            admit=self._admit,
+        )
+        fails = self._settings.reply_after == "push"
+        policy = StandbyPolicy(timeout_s=self._settings.transfer_timeout_s, fails=fails)
+        return Standby(self._parking, self._transfer, events, policy)
+
     def _new_deliveries(self) -> Deliveries:
         return Deliveries(
             self._transfer.pusher,
@@ -110,6 +127,8 @@ class EncodeEngine:
                 reply_after_push=self._settings.reply_after == "push",
                 every_item=self._settings.shared_storage_path is not None,
             ),
+            parking=self._parking,
+            on_settled=self._standby.settled,
             address_of=lambda entry: self._memory.address + entry.region.offset,
             on_room=self._wake,
         )
@@ -123,6 +142,8 @@ class EncodeEngine:
             landed=self._encoded,
             settled=self._tiers.settled,
             may_run=lambda: not self._deliveries.is_full,
+            new_gate=self._standby.new_gate,
+            parked=self._standby.parked,
         )
         return TowerQueue(
             self._tower, self._thread, self._memory, self._cache, Scheduler(limits), self._metrics, events
@@ -172,8 +193,10 @@ class EncodeEngine:
                 break
             await asyncio.sleep(_DRAIN_POLL_S)
         for call_id in list(self._asks):
+            self._drop(call_id)
             self._fail(call_id, ShuttingDown("this worker is shutting down"))
         await self._deliveries.close()
+        self._standby.close()
         await self._outbox.join()
         for task in self._tasks:
             task.cancel()
@@ -184,16 +207,26 @@ class EncodeEngine:
         if self._stopping or self._deliveries.is_full:
             self._fail(call_id, refusal(stopping=self._stopping))
             return
-        entry = self._cache.get(ask.key)
-        if entry is not None:
-            self._metrics.cache_requests.labels("l1", "hit").inc()
-            self._deliveries.begin(call_id, ask, entry, "cached")
+        consumer = self._deliveries.consumer_of(ask)
+        if (error := self._standby.refusal(consumer)) is not None:
+            self._fail(call_id, error)
             return
         self._asks[call_id] = ask
+        entry = self._cache.get(ask.key)
+        if entry is None:
+            self._wait_for(call_id, ask)
+        elif not self._standby.holds(call_id, ask, consumer, entry.region.nbytes):
+            del self._asks[call_id]
+            self._metrics.cache_requests.labels("l1", "hit").inc()
+            self._deliveries.begin(call_id, ask, entry, "cached")
+
+    def _wait_for(self, call_id: str, ask: Ask) -> None:
         joined = self._flights.ask(call_id, ask.key)
         self._metrics.cache_requests.labels("l1", "joined" if joined else "miss").inc()
         if not joined and self._tiers.lookups.begin(ask.key):
             self._flights.look(ask.key)
+        if joined:
+            self._standby.changed(ask.key)
         self._admit()
 
     def _take_pixels(self, call_id: str, pixels: Pixels, frames: Sequence[Any]) -> None:
@@ -208,18 +241,42 @@ class EncodeEngine:
     def _leave(self, call_id: str) -> None:
         self._asks.pop(call_id, None)
         self._deliveries.cancel(call_id)
-        self._do(self._flights.leave(call_id))
+        self._drop(call_id)
         self._admit()
+
+    def _drop(self, call_id: str) -> None:
+        """Let `call_id` wait for nothing any more."""
+        self._standby.left(call_id)
+        key = self._flights.key_of(call_id)
+        self._do(self._flights.leave(call_id))
+        if key is not None:
+            self._standby.changed(key)
+
+    def _fail_waiting(self, consumer: str, error: EpdError) -> None:
+        """Fail what waits for `consumer`, unless the tower runs it: then its delivery says how it ends."""
+        for call_id, ask in list(self._asks.items()):
+            if self._deliveries.consumer_of(ask) == consumer and not self._flights.is_running(call_id):
+                self._drop(call_id)
+                self._fail(call_id, error)
+
+    def _unpark(self, keys: Iterable[str]) -> None:
+        self._queue.unpark(keys)
+
+    def _consumers(self, calls: Iterable[str]) -> list[str | None]:
+        return [self._deliveries.consumer_of(self._asks[call_id]) for call_id in calls]
 
     def _admit(self) -> None:
         room = self._queue.pixel_bytes < self._settings.max_pending_pixel_bytes
-        self._do(self._flights.admit(room=room))
+        self._do(
+            self._flights.admit(room=room, held=lambda calls: self._standby.is_held(self._consumers(calls)))
+        )
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, AskForPixels):
                 self._outbox.put_nowait(message("send_pixels", call_id=action.call_id))
             else:
+                self._parking.release_key(action.key)
                 self._queue.remove(action.key)
 
     def _running(self, items: Sequence[tuple[str, int]]) -> None:

@@ -17,6 +17,7 @@ its result is still cached.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -97,17 +98,41 @@ class Flights:
         else:
             del self._flights[key]
 
-    def admit(self, *, room: bool) -> list[Action]:
-        """Return the calls to ask for pixels now; none while there is no `room` for more pixels."""
+    def waiting(self, key: str) -> tuple[str, ...]:
+        """Return the calls that wait for `key`."""
+        flight = self._flights.get(key)
+        return () if flight is None else tuple(flight.calls)
+
+    def key_of(self, call_id: str) -> str | None:
+        """Return the key that `call_id` waits for, or None."""
+        return self._key_of.get(call_id)
+
+    def is_running(self, call_id: str) -> bool:
+        """Return whether the tower runs what `call_id` waits for."""
+        key = self._key_of.get(call_id)
+        return key is not None and self._flights[key].phase is Phase.RUNNING
+
+    def admit(
+        self, *, room: bool, held: Callable[[Iterable[str]], bool] = lambda calls: False
+    ) -> list[Action]:
+        """Return the calls to ask for pixels now; none while there is no `room` for more pixels.
+
+        A flight whose calls are `held` keeps its place, and is looked past.
+        """
         actions: list[Action] = []
+        passed: list[str] = []
         while room and self._asked < self._max_asked and self._wanted:
             flight = self._flights.get(self._wanted.popleft())
             if flight is None or flight.phase is not Phase.WANTED:
+                continue
+            if held(flight.calls):
+                passed.append(flight.key)
                 continue
             flight.phase = Phase.ASKED
             flight.owner = next(iter(flight.calls))
             self._asked += 1
             actions.append(AskForPixels(call_id=flight.owner))
+        self._wanted.extendleft(reversed(passed))
         return actions
 
     def arrived(self, call_id: str) -> str | None:

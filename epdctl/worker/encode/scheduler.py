@@ -3,6 +3,7 @@
     scheduler = Scheduler(BatchLimits(max_tokens=8192, max_items=16))
     scheduler.add(key, tokens, group)
     scheduler.next_batch()      # keys in order of arrival, () when nothing waits
+    scheduler.next_batch(takes) # what `takes(key, tokens)` refuses leaves the queue, and counts as never seen
     scheduler.put_back(items)   # a batch that could not run (no memory): in front again, same order
     scheduler.remove(key)       # nobody wants it any more
 
@@ -18,7 +19,7 @@ grow with the number of waiting items.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
@@ -75,14 +76,19 @@ class Scheduler:
             self.add(key, tokens, group)
             self._waiting.move_to_end(key, last=False)
 
-    def next_batch(self) -> tuple[str, ...]:
-        """Take the items of the next forward out of the queue."""
+    def next_batch(self, takes: Callable[[str, int], bool] | None = None) -> tuple[str, ...]:
+        """Take the items of the next forward out of the queue, and with them those that `takes` refuses."""
         chosen: list[str] = []
+        refused: list[str] = []
         passed: list[_Waiting] = []
         left = self._limits.max_tokens
-        group = next((item.group for item in self._waiting.values()), None)
+        group = ""
         for key, item in self._waiting.items():
             if not chosen or (item.tokens <= left and item.group == group):
+                if takes is not None and not takes(key, item.tokens):
+                    refused.append(key)
+                    continue
+                group = group if chosen else item.group
                 chosen.append(key)
                 left -= item.tokens
             elif item.skips >= self._limits.max_skips:
@@ -92,7 +98,7 @@ class Scheduler:
             if len(chosen) >= self._limits.max_items or len(passed) > self._limits.look_past or left <= 0:
                 break
         self._count_skips(chosen, passed)
-        for key in chosen:
+        for key in (*chosen, *refused):
             self.remove(key)
         return tuple(chosen)
 

@@ -1,13 +1,14 @@
 """Feeds the tower: pixels wait here, batches run on the compute thread, rows end up in the cache.
 
 Rules of this file: a batch runs only when there is arena space for all of its rows, so embeddings cannot
-pile up without a place; space comes back when deliveries end. What runs is never interrupted.
+pile up without a place; space comes back when deliveries end. What runs is never interrupted. An item that
+may not run now is parked: out of the way of all others until `unpark` puts it back in its old order.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -41,12 +42,16 @@ class QueueEvents:
     """Who is told: `running` (keys, rows) before a forward, `landed` with each result.
 
     `may_run` is asked before a batch, and `settled` is awaited before anything is written where it reserved.
+    `new_gate` gives what says of one batch's items (key, bytes) whether they may run; the others are parked,
+    and `parked` is told that some were.
     """
 
     running: Callable[[Sequence[tuple[str, int]]], None]
     landed: Callable[[str, Entry | EpdError], None]
     may_run: Callable[[], bool]
     settled: Callable[[], Awaitable[None]]
+    new_gate: Callable[[], Callable[[str, int], bool]] = lambda: lambda key, nbytes: True
+    parked: Callable[[], None] = lambda: None
 
 
 class TowerQueue:
@@ -74,8 +79,9 @@ class TowerQueue:
         self._failures = 0
         self._busy_since: float | None = None
         self._log = structlog.get_logger()
+        self._parked: dict[str, None] = {}
         self.pixel_bytes = 0
-        """Bytes of the pixels that wait for the tower or are in it."""
+        """Bytes of the pixels that wait for the tower or are in it; what is parked is not among them."""
 
     def add(self, key: str, pixels: memoryview, layout: ItemLayout) -> None:
         """Queue an item.
@@ -102,8 +108,20 @@ class TowerQueue:
 
     def remove(self, key: str) -> None:
         """Forget an item that nobody wants any more; one that runs already is let run."""
-        if self._scheduler.remove(key):
+        if key in self._parked:
+            del self._parked[key]
+            del self._waiting[key]
+        elif self._scheduler.remove(key):
             self._let_go(key)
+
+    def unpark(self, keys: Iterable[str]) -> None:
+        """Put parked items back to the front, in the order in which they came."""
+        back = sorted((key for key in keys if key in self._parked), key=lambda key: self._waiting[key].since)
+        for key in back:
+            del self._parked[key]
+            self.pixel_bytes += self._waiting[key].pixels.nbytes
+        self._put_back(back)
+        self._changed.set()
 
     def wake(self) -> None:
         """Say that something changed: arena space came back, or a delivery ended."""
@@ -145,16 +163,38 @@ class TowerQueue:
 
     def _reserve_batch(self) -> list[tuple[str, Entry]]:
         """Return the next batch with its arena space; items without space go back to the front."""
-        keys = self._scheduler.next_batch()
+        keys = self._next_keys()
         batch: list[tuple[str, Entry]] = []
         for key in keys:
             entry = self._cache.reserve(key, self._tower.nbytes_of(self._waiting[key].layout.rows))
             if entry is None:
                 break
             batch.append((key, entry))
-        left = [(key, self._waiting[key].layout) for key in keys[len(batch) :]]
-        self._scheduler.put_back([(key, layout.rows, layout.forward_group) for key, layout in left])
+        self._put_back(keys[len(batch) :])
         return batch
+
+    def _next_keys(self) -> tuple[str, ...]:
+        """Return the items of the next batch, and park those that may not run."""
+        gate = self._events.new_gate()
+        parked: list[str] = []
+
+        def takes(key: str, rows: int) -> bool:
+            if gate(key, self._tower.nbytes_of(rows)):
+                return True
+            parked.append(key)
+            return False
+
+        keys = self._scheduler.next_batch(takes)
+        for key in parked:
+            self._parked[key] = None
+            self.pixel_bytes -= self._waiting[key].pixels.nbytes
+        if parked:
+            self._events.parked()
+        return keys
+
+    def _put_back(self, keys: Iterable[str]) -> None:
+        layouts = [(key, self._waiting[key].layout) for key in keys]
+        self._scheduler.put_back([(key, layout.rows, layout.forward_group) for key, layout in layouts])
 
     async def _run_batch(self, batch: list[tuple[str, Entry]]) -> None:
         self._events.running([(key, self._waiting[key].layout.rows) for key, _ in batch])

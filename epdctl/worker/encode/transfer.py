@@ -39,6 +39,14 @@ class EncodeTransfer:
         """Return why nothing can be delivered to anybody now, or None."""
         return self.pusher.trouble() if isinstance(self.pusher, FilePusher) else None
 
+    def is_suspect(self, consumer_zmq: str) -> bool:
+        """Return whether a consumer has lately failed to answer, and not answered since."""
+        return isinstance(self.pusher, Sender) and self.pusher.is_suspect(consumer_zmq)
+
+    def is_held(self, consumer_zmq: str) -> bool:
+        """Return whether a consumer is not to be asked now, since it has just failed to answer."""
+        return isinstance(self.pusher, Sender) and self.pusher.is_held(consumer_zmq)
+
     async def close(self) -> None:
         """Give up what is under way, then stop Mooncake (about a second)."""
         await self.pusher.close()

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from epdctl.ec.client import ConsumerSilent
 from epdctl.errors import (
     ConsumerFull,
     ConsumerUnavailable,
@@ -129,6 +130,7 @@ class Delivery:
                 self._item,
                 on_finish=self._rank_finished,
                 on_free=self._rank_freed,
+                on_answer=self._rank_answered,
                 on_over=self._rank_over,
             )
             for link in links
@@ -149,9 +151,11 @@ class Delivery:
         for attempt in range(1, DISCOVERY_ATTEMPTS + 1):
             try:
                 return await self._consumer.ranks()
-            except ConsumerUnavailable:
+            except ConsumerUnavailable as error:
                 if attempt == DISCOVERY_ATTEMPTS:
-                    raise
+                    if isinstance(error, ConsumerSilent):
+                        self._consumer.suspicion.silent(self._loop.time())
+                    raise ConsumerUnavailable(error.message) from error
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _fail_undiscovered(self, error: EpdError) -> None:
@@ -166,11 +170,21 @@ class Delivery:
     def _rank_finished(self, rank: RankPush, finish: Finish) -> None:
         self._finished[rank] = finish
         if finish.failure is not None:
+            if finish.failure in (Failure.UNAVAILABLE, Failure.TIMEOUT) and rank.is_silent:
+                self._consumer.suspicion.silent(self._loop.time())
             self._conclude(_error(finish))
             for other in self._ranks:
                 other.abort()
         elif len(self._finished) == len(self._ranks):
             self._conclude(self._joined())
+
+    def _rank_answered(self) -> None:
+        if all(rank.has_answer for rank in self._ranks):
+            self._answered()
+
+    def _answered(self) -> None:
+        if self._item.on_answer is not None:
+            self._item.on_answer()
 
     def _joined(self) -> PushResult:
         outcomes = {finish.outcome for finish in self._finished.values()}
@@ -204,6 +218,7 @@ class Delivery:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
         self._on_finish()
+        self._answered()
 
 
 def _error(finish: Finish) -> EpdError:

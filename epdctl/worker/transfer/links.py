@@ -17,6 +17,7 @@ from epdctl.ec.client import ControlClient
 from epdctl.ec.protocol import CompleteItem, CompleteResult, Refusal, Reservation, ReserveItem, TransferStatus
 from epdctl.errors import EpdError
 from epdctl.worker.transfer.push_steps import Cancel
+from epdctl.worker.transfer.suspicion import Suspicion
 
 FIRST_BATCH, MAX_BATCH = 8, 64
 MAX_WAIT_S = 0.02
@@ -164,6 +165,7 @@ class ConsumerLink:
         self._ports: list[int] | None = None
         self._asking: asyncio.Task[list[int]] | None = None
         self.pending = 0
+        self.suspicion = Suspicion()
 
     async def ranks(self) -> list[RankLink]:
         """Return the links to all ranks; raise ConsumerUnavailable or UpstreamProtocol."""

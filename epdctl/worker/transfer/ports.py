@@ -78,7 +78,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushAnnouncement:
-    """What a reservation needs to know of an item before its bytes exist."""
+    """What a reservation needs to know of an item before its bytes exist.
+
+    `on_answer` is called, possibly more than once, when the consumer has answered the reservation, or the
+    delivery is over without that.
+    """
 
     consumer_zmq: str
     transfer_id: TransferId
@@ -86,6 +90,7 @@ class PushAnnouncement:
     nbytes: int
     shape: tuple[int, ...]
     dtype: str
+    on_answer: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +154,11 @@ class Pusher(Protocol):
         ...
 
     def announce(self, announcement: PushAnnouncement) -> Delivery:
-        """Start reserving; raises Overloaded when too much waits for this consumer already."""
+        """Start reserving.
+
+        Raises Overloaded when too much waits for this consumer already, and ConsumerUnavailable when it has
+        just failed to answer and is not to be asked again yet.
+        """
         ...
 
 

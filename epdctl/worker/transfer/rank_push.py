@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import structlog
 
 from epdctl.domain import TransferId
-from epdctl.ec.protocol import CompleteItem, Reservation, ReserveItem
+from epdctl.ec.client import ConsumerSilent
+from epdctl.ec.protocol import CompleteItem, Refusal, Reservation, ReserveItem
 from epdctl.errors import ConsumerUnavailable, UpstreamProtocol
 from epdctl.worker.transfer.lanes import Piece
 from epdctl.worker.transfer.links import ConsumerLink, RankLink
@@ -85,6 +86,7 @@ class RankPush:
         *,
         on_finish: Callable[[RankPush, Finish], None],
         on_free: Callable[[], None],
+        on_answer: Callable[[], None],
         on_over: Callable[[], None],
     ) -> None:
         self._around = around
@@ -92,6 +94,7 @@ class RankPush:
         self._rank = rank
         self._item = announcement
         self._on_finish, self._on_free, self._on_over = on_finish, on_free, on_over
+        self._on_answer = on_answer
         self._loop = asyncio.get_running_loop()
         self._push = Push(
             announcement.nbytes,
@@ -106,6 +109,10 @@ class RankPush:
         self.tasks: set[asyncio.Future[Any]] = set()
         self._started_at = self._loop.time()
         self._over = False
+        self.has_answer = False
+        """Whether the consumer has answered a reservation."""
+        self.is_silent = True
+        """Whether the consumer, as far as it was asked, only kept silent."""
         self._stopped = False
         self._log = structlog.get_logger()
 
@@ -213,14 +220,23 @@ class RankPush:
             answer: Answer = future.result()
             if isinstance(answer, Reservation) and answer.dst_session:
                 self._consumer.saw_session(self._rank, answer.dst_session)
+            if isinstance(answer, Reservation | Refusal):
+                self._heard()
             self._do(self._push.answered(asked, answer, now))
         elif isinstance(error, ConsumerUnavailable | UpstreamProtocol):
             self._consumer.forget_ranks()
+            self.is_silent &= isinstance(error, ConsumerSilent)
             op = type(asked).__name__.lower()
             self._log.info("ec_exchange_lost", op=op, transfer_id=self.transfer_id, error=error.message)
             self._do(self._push.lost(asked, now))
         else:
             raise error
+
+    def _heard(self) -> None:
+        # Only this counts as a sign of life: a consumer that names its ranks and reserves nothing has none.
+        self._consumer.suspicion.heard()
+        self.has_answer, self.is_silent = True, False
+        self._on_answer()
 
     def _to_reserve(self, asked: Reserve) -> ReserveItem:
         item = self._item

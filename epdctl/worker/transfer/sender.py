@@ -7,7 +7,7 @@
     sender.stats(); await sender.close()      # then close the engine, which frees the last sources
 
 Rules of this file: what is refused, is refused before anything is sent. A consumer that does not answer can
-hold up to `max_pending` items of its own, and nobody else's.
+hold up to `max_pending` items of its own, and nobody else's; once it failed to, it is asked once a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import zmq.asyncio
 
 from epdctl.ec.protocol import new_transfer_id
-from epdctl.errors import Overloaded, ShuttingDown
+from epdctl.errors import ConsumerUnavailable, Overloaded, ShuttingDown
 from epdctl.worker.transfer.delivery import Delivery
 from epdctl.worker.transfer.links import ConsumerLink
 from epdctl.worker.transfer.ports import PushAnnouncement, PushItem, PushResult, PushSource, RecordSink
@@ -76,12 +76,18 @@ class Sender:
         )
 
     def announce(self, announcement: PushAnnouncement) -> Delivery:
-        """Start to reserve; raises Overloaded, ShuttingDown, or InvalidRequest for a bad address."""
+        """Start to reserve.
+
+        Raises Overloaded, ShuttingDown, InvalidRequest for a bad address, or ConsumerUnavailable for one that
+        has just failed to answer.
+        """
         if self._closed:
             raise ShuttingDown("this worker is shutting down")
         consumer = self._consumer(announcement.consumer_zmq)
         if consumer.pending >= self._max_pending:
             raise Overloaded("too many embeddings wait for this EC consumer", retry_after_s=1)
+        if not consumer.suspicion.ask(asyncio.get_running_loop().time()):
+            raise silence()
         consumer.pending += 1
         delivery = Delivery(
             self._around,
@@ -92,6 +98,16 @@ class Sender:
         )
         self._open[delivery] = consumer
         return delivery
+
+    def is_suspect(self, consumer_zmq: str) -> bool:
+        """Return whether the consumer has lately failed to answer, and not answered since."""
+        consumer = self._consumers.get(consumer_zmq)
+        return consumer is not None and consumer.suspicion.is_suspect(asyncio.get_running_loop().time())
+
+    def is_held(self, consumer_zmq: str) -> bool:
+        """Return whether `announce` would refuse the consumer as one that has just failed to answer."""
+        consumer = self._consumers.get(consumer_zmq)
+        return consumer is not None and consumer.suspicion.is_held(asyncio.get_running_loop().time())
 
     def stats(self) -> SenderStats:
         """Return what is under way."""
@@ -147,3 +163,8 @@ class Sender:
 
     def _over(self, delivery: Delivery) -> None:
         self._open.pop(delivery, None)
+
+
+def silence() -> ConsumerUnavailable:
+    """Return the failure of an item whose consumer has just failed to answer another one."""
+    return ConsumerUnavailable("the EC consumer did not answer in time, and has not since")

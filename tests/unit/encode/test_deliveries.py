@@ -13,6 +13,7 @@ from epdctl.worker.channel import ErrorBody, Message
 from epdctl.worker.encode.cache import EmbeddingCache, Entry, Facts
 from epdctl.worker.encode.deliveries import Deliveries, DeliveryPolicy
 from epdctl.worker.encode.messages import Ask, Done
+from epdctl.worker.encode.parking import Parking
 from epdctl.worker.transfer.arena import Arena
 from epdctl.worker.transfer.ports import PushAnnouncement, PushResult, PushSource, TransferOutcome
 
@@ -64,11 +65,15 @@ class World:
         self.pusher = FakePusher()
         self.sent: list[Message] = []
         self.room = 0
+        self.parking = Parking(1024)
+        self.settled: list[str] = []
         self.deliveries = Deliveries(
             self.pusher,  # type: ignore[arg-type]
             self.cache,
             self._send,
             policy=DeliveryPolicy(reply_after_push=reply_after_push, max_deliveries=max_deliveries),
+            parking=self.parking,
+            on_settled=self.settled.append,
             address_of=lambda entry: 4096 + entry.region.offset,
             on_room=self._count_room,
         )
@@ -120,6 +125,24 @@ async def test_delivery_ends_with_done_and_bytes_let_go(world: World) -> None:
     assert [message.parse(Done) for message in world.sent] == [expected]
     assert (world.pinned, len(world.deliveries)) == (0, 0)
     assert world.room > 0
+
+
+async def test_what_a_consumer_has_not_answered_is_charged_to_it(world: World) -> None:
+    """From being asked until it answers, or the delivery is over, a consumer owes an answer for the bytes."""
+    world.deliveries.begin("c", ASK, world.entry, "cached")
+    assert world.parking.silent_since("tcp://127.0.0.1:1") is not None
+    await world.settle()
+
+    answer = world.pusher.announced[0].on_answer
+    assert answer is not None
+    answer()
+    answer()
+    assert world.parking.silent_since("tcp://127.0.0.1:1") is None
+    assert world.settled == ["tcp://127.0.0.1:1"]
+
+    world.deliveries.announce("d", ASK, 16, (1, 4), "float32")
+    world.deliveries.withdraw("d")
+    assert world.settled == ["tcp://127.0.0.1:1"] * 2
 
 
 async def test_bytes_stay_while_a_failed_write_may_still_read_them(world: World) -> None:

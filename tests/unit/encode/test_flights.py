@@ -204,3 +204,16 @@ class TestLooking:
 
         assert flights.admit(room=True) == []
         assert (len(flights), flights.calls) == (0, 0)
+
+
+def test_held_flights_are_looked_past_and_keep_their_place() -> None:
+    """What is held is asked for no pixels, what is younger is; later it is asked for in its old order."""
+    flights = Flights(max_asked=10)
+    for name in "abcd":
+        flights.ask(name, f"key {name}")
+
+    first = flights.admit(room=True, held=lambda calls: set(calls) <= {"a", "c"})
+    second = flights.admit(room=True)
+
+    assert first == [AskForPixels(call_id="b"), AskForPixels(call_id="d")]
+    assert second == [AskForPixels(call_id="a"), AskForPixels(call_id="c")]

@@ -155,3 +155,26 @@ def test_cost_of_an_item_does_not_grow_with_the_queue(groups: int) -> None:
         return best
 
     assert seconds_per_item(10_000, 9) <= 2 * seconds_per_item(100, 30)
+
+
+def test_what_may_not_run_leaves_the_queue_unseen() -> None:
+    """Refused items take no place in the batch, set no forward group, and go before nobody."""
+    scheduler = Scheduler(BatchLimits(max_tokens=10, max_items=2, look_past=1, max_skips=1))
+    for key, group in (("a", "x"), ("b", "x"), ("c", "y"), ("d", "y"), ("e", "y")):
+        scheduler.add(key, 5, group)
+
+    assert scheduler.next_batch(lambda key, tokens: key in "cd") == ("c", "d")
+    assert len(scheduler) == 1
+    scheduler.put_back([("a", 5, "x"), ("b", 5, "x")])
+    assert scheduler.next_batch() == ("a", "b")
+    assert scheduler.next_batch() == ("e",)
+
+
+def test_when_nothing_may_run_the_batch_is_empty() -> None:
+    """A queue of refused items is empty afterwards, as is the batch."""
+    scheduler = Scheduler(BatchLimits(max_tokens=10, max_items=2))
+    for number in range(100):
+        scheduler.add(str(number), 5)
+
+    assert scheduler.next_batch(lambda key, tokens: False) == ()
+    assert (len(scheduler), scheduler.waiting_tokens) == (0, 0)

@@ -103,3 +103,43 @@ class Ungated:
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return the bytes."""
         return self._memory._view[offset : offset + nbytes]
+
+
+async def test_parked_items_stand_aside_and_come_back_in_order() -> None:
+    """What the gate refuses neither runs nor counts as waiting pixels; unparked it runs in its old order, and
+    what is removed while parked is gone."""
+    memory = GatedMemory(8 * UNIT)
+    cache = Tiers(
+        Arena(8 * UNIT), 0, demote=lambda slot, region: None, evicted=lambda tier, count: None
+    ).cache
+    running: list[str] = []
+    refused = {"a", "b", "c"}
+    parked: list[int] = []
+
+    async def settled() -> None:
+        return None
+
+    events = QueueEvents(
+        running=lambda items: running.extend(key for key, _ in items),
+        landed=lambda key, result: None,
+        may_run=lambda: True,
+        settled=settled,
+        new_gate=lambda: lambda key, nbytes: key not in refused,
+        parked=lambda: parked.append(1),
+    )
+    tower: Any = FakeTower()
+    view: Any = Ungated(memory)
+    scheduler = Scheduler(BatchLimits(max_tokens=8, max_items=8))
+    with ThreadPoolExecutor(1) as thread:
+        queue = TowerQueue(tower, thread, HostArena(view), cache, scheduler, WorkerMetrics(), events)
+        for key in "abcd":
+            queue.add(key, memoryview(bytearray(16)), LAYOUT)
+        task = asyncio.create_task(queue.run())
+        await wait_until(lambda: running == ["d"] and queue.pixel_bytes == 0, "the one that may run has run")
+        assert parked
+
+        queue.remove("b")
+        refused.clear()
+        queue.unpark(["c", "b", "a", "unknown"])
+        await wait_until(lambda: running == ["d", "a", "c"] and queue.pixel_bytes == 0, "all have run")
+        task.cancel()

@@ -280,6 +280,40 @@ class TestIsolation:
 
         assert took < 1.5
 
+    async def test_a_consumer_that_failed_to_answer_is_asked_once_a_second(
+        self, ec_consumer: StartConsumer
+    ) -> None:
+        """After a consumer has failed an item, the next fail at once, without a message; its first answer, to
+        the probe of the second, clears it."""
+        stub = await ec_consumer({"reserve": "silent"})
+        address = f"tcp://127.0.0.1:{stub.port}"
+        async with producer_end(control_timeout_s=0.2, on_write=succeed) as producer:
+            with pytest.raises(ConsumerUnavailable, match="did not answer"):
+                await producer.sender.push(producer.item(address, "first", DATA))
+            asked = len(stub.calls_to("reserve"))
+            for number in range(50):
+                with pytest.raises(ConsumerUnavailable, match="did not answer"):
+                    producer.sender.announce(producer.item(address, f"t{number}", DATA))
+            assert len(stub.calls_to("reserve")) == asked
+
+            stub.set_behaviour({})
+            await wait_until(lambda: not producer.sender.is_held(address), "the next probe is due")
+            await producer.sender.push(producer.item(address, "probe", DATA))
+            await asyncio.gather(
+                *(producer.sender.push(producer.item(address, f"u{number}", DATA)) for number in range(5))
+            )
+
+            assert not producer.sender.is_suspect(address)
+
+    async def test_a_refused_connection_is_no_silence(self) -> None:
+        """Nobody is there: that is known at once each time, so the next item finds out for itself."""
+        async with producer_end() as producer:
+            address = f"tcp://127.0.0.1:{free_port()}"
+            with pytest.raises(ConsumerUnavailable):
+                await producer.sender.push(producer.item(address, "t", DATA))
+
+            assert not producer.sender.is_suspect(address)
+
     async def test_waiting_items_are_bounded(self, ec_consumer: StartConsumer) -> None:
         """10,000 cache hits for a stalled consumer: some wait, the others are refused at once."""
         silent = await ec_consumer({"reserve": "silent"})
