@@ -155,7 +155,11 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
             response.headers["x-request-id"] = request_id
             response.headers.setdefault("Server", SERVER)
         return response
-    if request.get(RESPONSE_STARTED):
-        # The status line is out: a second one would land in the body (seen in aiohttp 3.13 and 3.14).
-        raise failure
-    return error_response(failure, request_id)
+    try:
+        if request.get(RESPONSE_STARTED):
+            # The status line is out: a second one would land in the body (seen in aiohttp 3.13 and 3.14).
+            raise failure
+        return error_response(failure, request_id)
+    finally:
+        # It remembers this frame: together they would keep what the request held until the collector runs.
+        del failure

@@ -6,7 +6,8 @@
         share.give(len(content))        # an item is done with; the rest goes back at the end
 
 Rules of this file: no I/O and no waiting. Requests that waited for one another's bytes could wait for ever,
-so one that finds no room is refused. Files and data URLs are read on threads: one lock around the numbers.
+so one that finds no room is refused. Files and data URLs are read on threads: one lock around the numbers;
+a read that is under way when its request ends is finished uncounted, one item for each thread at most.
 """
 
 from __future__ import annotations

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
+from epdctl.errors import InvalidRequest
 from epdctl.http_errors import JsonRunner, error_middleware
 from tests.stubs.ports import free_port
 
@@ -82,3 +86,25 @@ async def test_wrong_method_names_the_right_ones(port: int) -> None:
     status, headers, body = await exchange(port, b"DELETE /read HTTP/1.1\r\nHost: x\r\n\r\n")
 
     assert (status, body["error"]["code"], headers["allow"]) == (405, "method_not_allowed", "POST, PUT")
+
+
+class Held:
+    """Stands for what a request holds: something whose end can be seen."""
+
+
+async def test_a_failed_request_lets_go_of_what_it_held() -> None:
+    """What a handler held is freed with its answer, not when the collector comes by."""
+    seen: list[weakref.ref[Held]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        held = Held()
+        seen.append(weakref.ref(held))
+        raise InvalidRequest("no")
+
+    gc.disable()
+    try:
+        response = await error_middleware(make_mocked_request("GET", "/"), handler)
+        assert response.status == 400
+        assert seen[0]() is None
+    finally:
+        gc.enable()

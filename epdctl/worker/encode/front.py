@@ -252,11 +252,29 @@ def naming(param: str) -> Iterator[None]:
 
 
 async def together(works: Sequence[Awaitable[T]]) -> list[T]:
-    """Run `works` at the same time; the first failure cancels the rest, awaits them, and is raised."""
+    """Run `works` at the same time; the first failure cancels the rest, awaits them, and is raised.
+
+    Not by `asyncio.gather`, which keeps all results until the garbage collector runs; they can be large.
+    """
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        return list(await asyncio.gather(*tasks))
+        if tasks:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            failed = [task for task in tasks if task in done and not task.cancelled() and task.exception()]
+            return [task.result() for task in failed or tasks]
+        return []
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end(tasks)
+        # A failure remembers this frame, and this frame the others' results.
+        done, failed = set(), []
+        tasks.clear()
+
+
+async def _end(tasks: Sequence[asyncio.Future[T]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # looked at: else asyncio complains of those that nobody waited for
