@@ -136,7 +136,10 @@ class EncodeFront:
         assert self._fetcher is not None
         with naming(part.param):
             content = await self._fetcher.fetch(part.url, share.take)
-            return content, await self._on(self._reading, content_digest, content)
+            try:
+                return content, await self._on(self._reading, content_digest, content)
+            finally:
+                content = b""  # a cancellation may remember this frame for long
 
     def _asks(self, request: EncodeRequest, digests: Sequence[str]) -> list[Ask]:
         """Return what the engine is asked for each part; raises InvalidRequest for a name used twice."""
@@ -187,6 +190,7 @@ class EncodeFront:
                 done = await self._ask(ask, lambda: self._preparer.prepare(content, options))
         finally:
             share.give(len(content))
+            content = b""  # a failure may remember this frame for long
         return EncodedItem(
             modality=part.modality,
             index=part.index,
@@ -257,17 +261,25 @@ async def together(works: Sequence[Awaitable[T]]) -> list[T]:
     Not by `asyncio.gather`, which keeps all results until the garbage collector runs; they can be large.
     """
     tasks = [asyncio.ensure_future(work) for work in works]
+    failure: BaseException | None = None
     try:
         if tasks:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            failed = [task for task in tasks if task in done and not task.cancelled() and task.exception()]
-            return [task.result() for task in failed or tasks]
-        return []
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failure = _first_failure(tasks)
+        if failure is not None:
+            raise failure
+        return [task.result() for task in tasks]
     finally:
         await _end(tasks)
-        # A failure remembers this frame, and this frame the others' results.
-        done, failed = set(), []
+        # A failure remembers this frame: it must lead back neither to the failure nor to the others' results.
+        failure = None
         tasks.clear()
+
+
+def _first_failure(tasks: Sequence[asyncio.Future[T]]) -> BaseException | None:
+    """Return the failure of the first of `tasks` that has failed."""
+    found = (task.exception() for task in tasks if task.done() and not task.cancelled())
+    return next((failure for failure in found if failure is not None), None)
 
 
 async def _end(tasks: Sequence[asyncio.Future[T]]) -> None:
