@@ -151,7 +151,10 @@ async def language_worker(
     process = start_process(command, log_dir, role, env={"OMP_NUM_THREADS": "1"})
     timeout = aiohttp.ClientTimeout(total=60)
     try:
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        # A connection for each request: a worker hangs up after an error in a stream, and a request that went
+        # out on the same connection in that moment would be reset.
+        fresh = aiohttp.TCPConnector(force_close=True, limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=fresh) as session:
             worker = Worker(
                 process=process, url=f"http://{HOST}:{port}", ec_port=ec_ports[0], session=session
             )

@@ -140,7 +140,8 @@ async def serving(folder: Path, *flags: str, start: bool = True) -> AsyncIterato
         "--shutdown-grace",
         "5",
     )
-    async with aiohttp.ClientSession() as session:
+    # A connection for each call: proxies are killed and started again on their port.
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
         proxy = Proxy(folder, session, (*fast, *flags))
         try:
             if start:
