@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("zmq")
-
 from benchmarks.transfer.__main__ import cases_of, parse_arguments
 
 pytestmark = [pytest.mark.unit, pytest.mark.worker]
