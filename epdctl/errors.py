@@ -200,6 +200,12 @@ class ShuttingDown(EpdError):
     http_status, code, type, fault = 503, "shutting_down", "service_unavailable", Fault.US
 
 
+class UpstreamBusy(EpdError):
+    """An instance says 503 and none stands in for it; comes with Retry-After."""
+
+    http_status, code, type, fault = 503, "upstream_busy", "upstream_error", Fault.UPSTREAM
+
+
 class EngineUnavailable(EpdError):
     """A bundled worker's engine process is dead or not ready yet; comes with Retry-After."""
 

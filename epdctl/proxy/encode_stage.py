@@ -58,13 +58,17 @@ class EncodeStage:
         self, job: Job, attempt: Attempt, batch: EncodeBatch, failure: StageFailed
     ) -> tuple[EncodeBatch, ...]:
         """Return the calls that replace a failed one; none when a second try is not worth it."""
-        url = batch.member.url
-        has_other = self._router.has_other(Role.ENCODE, job.request.model, url)
-        if not is_worth_another_encoder(failure, has_other=has_other) or not self._may_retry():
+        url, model, consumer = batch.member.url, job.request.model, attempt.consumer
+        is_worth = is_worth_another_encoder(
+            failure,
+            has_other=self._router.has_other(Role.ENCODE, model, url),
+            has_other_consumer=self._router.has_other(consumer.role, model, consumer.url),
+        )
+        if not is_worth or not self._may_retry():
             return ()
         items = [job.request.items[index] for index in batch.items]
         try:
-            others = self._router.reroute_items(job.demand(frozenset({url}), items), attempt.consumer)
+            others = self._router.reroute_items(job.demand(frozenset({url}), items), consumer)
         except NoInstance:
             return ()
         if any(other.member.url == url for other in others):

@@ -72,7 +72,7 @@ class Pipeline:
             except StageFailed as failure:
                 if not self._is_retried(job, attempt, failure):
                     raise failure.error from failure
-                avoid = avoid | {failure.url}
+                avoid = avoid | {_blamed(failure, attempt)[1]}
             finally:
                 self._clean_up(attempt)
 
@@ -98,10 +98,11 @@ class Pipeline:
             self._canceller.cancel(consumer_zmq, attempt.unwanted_ids)
 
     def _is_retried(self, job: Job, attempt: Attempt, failure: StageFailed) -> bool:
+        role, url = _blamed(failure, attempt)
         circumstances = Circumstances(
             attempt=job.record.attempts,
             decode_retries=self._decode_retries,
-            has_other=self._router.has_other(_role(failure.stage, attempt), job.request.model, failure.url),
+            has_other=self._router.has_other(role, job.request.model, url),
             has_transfer=bool(job.request.items) or attempt.plan.prefill is not None,
         )
         if not is_worth_a_new_attempt(failure, circumstances) or not self._spend_retry():
@@ -161,7 +162,10 @@ class Pipeline:
         return delivery.fail(error)
 
 
-def _role(stage: Stage, attempt: Attempt) -> Role:
-    if stage is Stage.DECODE:
-        return attempt.plan.decode.role
-    return Role.PREFILL if stage is Stage.PREFILL else Role.ENCODE
+def _blamed(failure: StageFailed, attempt: Attempt) -> tuple[Role, InstanceUrl]:
+    """Return the role and the URL of the instance that a new attempt has to do without."""
+    if failure.is_of_consumer:
+        return attempt.consumer.role, attempt.consumer.url
+    if failure.stage is Stage.DECODE:
+        return attempt.plan.decode.role, failure.url
+    return Role.PREFILL if failure.stage is Stage.PREFILL else Role.ENCODE, failure.url

@@ -4,6 +4,8 @@ Rules of this file:
 - Pure. A retry happens only before the client's first byte, and only for what another try may cure: an
   instance that is gone or busy (where another exists), or decode's 500, which is how vLLM says that an
   embedding did not arrive.
+- An encoder's failure that names the consumer is the consumer's: a whole new attempt with another one may
+  cure it, another encoder hardly.
 - A client's mistake (4xx) is never retried, nor is a deadline that is over.
 - Retries may be a fifth of requests: when everything fails, repeating everything makes it worse.
 """
@@ -26,7 +28,10 @@ from epdctl.errors import (
     GenerationFailed,
     KvUndelivered,
     ShuttingDown,
+    StorageFull,
+    StorageUnavailable,
     TransferFailed,
+    UpstreamBusy,
     UpstreamFailed,
     UpstreamRefused,
 )
@@ -34,20 +39,27 @@ from epdctl.errors import (
 RETRY_SHARE = 0.2
 _RESERVE = 10.0
 _BUSY = frozenset({429, 503})
-_WORKER_CODES = frozenset(
-    error.code
-    for error in (
-        ConsumerFull,
-        ConsumerUnavailable,
-        EmbeddingUndelivered,
-        EncodeFailed,
-        EngineUnavailable,
-        GenerationFailed,
-        KvUndelivered,
-        ShuttingDown,
-        TransferFailed,
-    )
+_INSUFFICIENT_STORAGE = 507
+_RETRY_AFTER_S = 1
+_FOR_NOW: tuple[type[EpdError], ...] = (
+    ConsumerFull,
+    ConsumerUnavailable,
+    EngineUnavailable,
+    StorageFull,
+    StorageUnavailable,
 )
+_PASSING = {error.code: error for error in _FOR_NOW}
+"""What a worker of ours lacks for the moment; the client is told under the same code, as a 503."""
+
+_BROKEN: tuple[type[EpdError], ...] = (
+    EmbeddingUndelivered,
+    EncodeFailed,
+    GenerationFailed,
+    KvUndelivered,
+    ShuttingDown,
+    TransferFailed,
+)
+_WORKER_CODES = frozenset(error.code for error in (*_FOR_NOW, *_BROKEN))
 
 
 class FailureKind(StrEnum):
@@ -75,10 +87,18 @@ class StageFailed(Exception):
         self.url = url
         self.status = status
 
+    @property
+    def is_of_consumer(self) -> bool:
+        """Whether an encoder said that the consumer it was to push to has no room, or does not answer."""
+        return self.stage is Stage.ENCODE and isinstance(self.error, ConsumerFull | ConsumerUnavailable)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Circumstances:
-    """What a decision about a new attempt depends on besides the failure."""
+    """What a decision about a new attempt depends on besides the failure.
+
+    `has_other` tells that another instance could stand in for the one that is to blame.
+    """
 
     attempt: int
     decode_retries: int
@@ -91,16 +111,23 @@ def is_worth_a_new_attempt(failure: StageFailed, now: Circumstances) -> bool:
 
     `has_transfer` tells that decode depended on an embedding or a KV cache that may not have arrived.
     """
-    if failure.stage is Stage.ENCODE or now.attempt > max(1, now.decode_retries):
+    if now.attempt > max(1, now.decode_retries):
         return False
+    if failure.stage is Stage.ENCODE:
+        return failure.is_of_consumer and now.has_other
     if failure.kind in (FailureKind.UNREACHABLE, FailureKind.BROKEN, FailureKind.BUSY):
         return now.has_other
     is_undelivered = failure.stage is Stage.DECODE and failure.status == 500 and now.has_transfer
     return is_undelivered and now.attempt <= now.decode_retries
 
 
-def is_worth_another_encoder(failure: StageFailed, *, has_other: bool) -> bool:
-    """Say whether the items of a failed encoder call are worth asking another encoder for."""
+def is_worth_another_encoder(failure: StageFailed, *, has_other: bool, has_other_consumer: bool) -> bool:
+    """Say whether the items of a failed encoder call are worth asking another encoder for.
+
+    Not when the consumer is to blame and another one can take the whole request.
+    """
+    if failure.is_of_consumer and has_other_consumer:
+        return False
     return has_other and failure.kind not in (FailureKind.REFUSED, FailureKind.TIMEOUT)
 
 
@@ -114,12 +141,29 @@ def kind_of_status(status: int) -> FailureKind:
 def error_of_status(
     stage: Stage, status: int, body: bytes, content_type: str, retry_after_s: int | None
 ) -> EpdError:
-    """Return what the client is told about an instance's error status: a 4xx as it is, a 5xx as ours."""
+    """Return what the client is told about an instance's error status.
+
+    A 4xx passes as it is. What says that trying later helps stays a 503 with Retry-After, under the code of
+    our worker when it gave one; any other 5xx is a failure of the instance.
+    """
     if 400 <= status < 500:
         return UpstreamRefused(status, body, content_type, retry_after_s=retry_after_s)
-    cause = f" ({code})" if (code := _known_code(body)) else ""
+    code = _known_code(body)
+    cause = f" ({code})" if code else ""
     message = f"the {stage} instance failed with status {status}{cause}"
-    return UpstreamFailed(message, retry_after_s=retry_after_s)
+    kind = _kind_of_5xx(status, code, retry_after_s)
+    if kind is UpstreamFailed:
+        return UpstreamFailed(message, retry_after_s=retry_after_s)
+    error = kind(message, retry_after_s=_RETRY_AFTER_S if retry_after_s is None else retry_after_s)
+    error.http_status = 503  # type: ignore[misc]
+    return error
+
+
+def _kind_of_5xx(status: int, code: str | None, retry_after_s: int | None) -> type[EpdError]:
+    if status in (503, _INSUFFICIENT_STORAGE) and code in _PASSING:
+        return _PASSING[code]
+    is_for_now = status == 503 and (retry_after_s is not None or code == ShuttingDown.code)
+    return UpstreamBusy if is_for_now else UpstreamFailed
 
 
 def _known_code(body: bytes) -> str | None:

@@ -94,6 +94,37 @@ class TestEncoders:
 class TestConsumers:
     """New attempts of the whole request."""
 
+    @pytest.mark.parametrize("code", ["consumer_full", "consumer_unavailable"])
+    async def test_another_consumer_takes_over_from_a_full_one(self, tmp_path: Path, code: str) -> None:
+        """What an encoder could not deliver goes to another consumer; no other encoder is asked in vain."""
+        roles = {"e0": "encode", "e1": "encode", "pd0": "prefill_decode", "pd1": "prefill_decode"}
+        async with proxy_world(tmp_path, roles) as world:
+            told = {"status": 503, "json": {"error": {"message": "x", "code": code}}}
+            await world["e0"].set_behaviour({"chat": {"sequence": [told]}})
+            reply = await world.chat(picture_request())
+
+            assert reply.status == 200
+            line = await world.line_of(reply.headers["x-request-id"])
+            assert line["attempts"] == 2
+            assert [len(world[name].chats) for name in ("pd0", "pd1")] == [0, 1]
+            assert len([*world["e0"].chats, *world["e1"].chats]) == 2
+            assert await world.metric("epdctl_retries_total", stage="encode", reason="busy") == 1
+            await world.wait_quiet()
+
+    async def test_without_another_consumer_the_client_is_told_to_come_back(self, tmp_path: Path) -> None:
+        """A consumer that stays full: both encoders are asked, then 503 `consumer_full` with Retry-After."""
+        roles = {"e0": "encode", "e1": "encode", "pd0": "prefill_decode"}
+        async with proxy_world(tmp_path, roles) as world:
+            told = {"status": 503, "json": {"error": {"message": "x", "code": "consumer_full"}}}
+            for name in ("e0", "e1"):
+                await world[name].set_behaviour({"chat": told | {"headers": {"Retry-After": "3"}}})
+            reply = await world.chat(picture_request())
+
+            assert (reply.status, reply.code, reply.headers["Retry-After"]) == (503, "consumer_full", "3")
+            assert [len(world[name].chats) for name in ("e0", "e1", "pd0")] == [1, 1, 0]
+            assert (await world.chat(text_request())).status == 200
+            await world.wait_quiet()
+
     async def test_decodes_500_asks_for_every_item_again(self, tmp_path: Path) -> None:
         """An undelivered embedding: all items are encoded again under new ids, from the original body."""
         async with proxy_world(tmp_path, PAIR, with_consumer=True) as world:

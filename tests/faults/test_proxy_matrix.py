@@ -35,6 +35,7 @@ WRONG_INDICES = {
     }
 }
 TOLD = {"error": {"message": "no", "type": "BadRequestError", "param": None, "code": 400}}
+FULL = {"error": {"message": "no room", "type": "upstream_error", "param": None, "code": "consumer_full"}}
 
 FAULTS: dict[str, tuple[dict[str, Any], int, str]] = {
     "refuse": ({"fail": "refuse"}, 502, "upstream_unreachable"),
@@ -46,7 +47,12 @@ FAULTS: dict[str, tuple[dict[str, Any], int, str]] = {
     "400": ({"status": 400, "json": TOLD}, 400, "as sent"),
     "429": ({"status": 429, "json": TOLD, "headers": {"Retry-After": "7"}}, 429, "as sent"),
     "500": ({"status": 500, "json": TOLD}, 502, "upstream_failed"),
-    "503": ({"status": 503, "json": TOLD, "headers": {"Retry-After": "7"}}, 502, "upstream_failed"),
+    "503": ({"status": 503, "json": TOLD, "headers": {"Retry-After": "7"}}, 503, "upstream_busy"),
+    "503 of a worker of ours": (
+        {"status": 503, "json": FULL, "headers": {"Retry-After": "7"}},
+        503,
+        "consumer_full",
+    ),
     "malformed JSON": ({"status": 200, "text": '{"choices": ['}, 502, "upstream_protocol"),
     "redirect": ({"status": 302, "text": ""}, 502, "upstream_protocol"),
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from epdctl.domain import InstanceUrl, Stage
-from epdctl.errors import UpstreamFailed, UpstreamRefused
+from epdctl.errors import ConsumerFull, ConsumerUnavailable, EpdError, UpstreamFailed, UpstreamRefused
 from epdctl.proxy.retry import (
     Circumstances,
     FailureKind,
@@ -64,6 +64,18 @@ def test_an_encoders_failure_is_no_new_attempt() -> None:
     assert not is_worth_a_new_attempt(failure(Stage.ENCODE, FailureKind.UNREACHABLE), FIRST)
 
 
+@pytest.mark.parametrize("error", [ConsumerFull("x"), ConsumerUnavailable("x")])
+def test_a_consumers_failure_is_cured_by_another_consumer(error: EpdError) -> None:
+    """An encoder that could not deliver: another consumer where there is one, else another encoder."""
+    told = StageFailed(Stage.ENCODE, FailureKind.BUSY, error, url=InstanceUrl("http://x"), status=503)
+
+    assert is_worth_a_new_attempt(told, FIRST)
+    assert not is_worth_a_new_attempt(told, replace(FIRST, has_other=False))
+    assert not is_worth_a_new_attempt(told, replace(FIRST, attempt=2))
+    assert not is_worth_another_encoder(told, has_other=True, has_other_consumer=True)
+    assert is_worth_another_encoder(told, has_other=True, has_other_consumer=False)
+
+
 @pytest.mark.parametrize(
     ("kind", "worth"),
     [
@@ -78,8 +90,13 @@ def test_an_encoders_failure_is_no_new_attempt() -> None:
 )
 def test_another_encoder(kind: FailureKind, worth: bool) -> None:
     """Another encoder is asked unless the client's media are at fault or the time is up."""
-    assert is_worth_another_encoder(failure(Stage.ENCODE, kind), has_other=True) is worth
-    assert not is_worth_another_encoder(failure(Stage.ENCODE, kind), has_other=False)
+    failed = failure(Stage.ENCODE, kind)
+
+    for has_other_consumer in (True, False):
+        assert (
+            is_worth_another_encoder(failed, has_other=True, has_other_consumer=has_other_consumer) is worth
+        )
+        assert not is_worth_another_encoder(failed, has_other=False, has_other_consumer=has_other_consumer)
 
 
 @pytest.mark.parametrize(
@@ -106,12 +123,23 @@ def test_a_4xx_keeps_its_status_and_body() -> None:
     assert (error.http_status, error.body, error.retry_after_s) == (429, b"{}", 7)
 
 
-def test_a_5xx_becomes_ours() -> None:
-    """What an instance says about itself does not reach the client."""
-    error = error_of_status(Stage.ENCODE, 503, b"secret", "text/plain", 7)
+@pytest.mark.parametrize(
+    ("status", "retry_after_s", "told"),
+    [
+        (500, None, (502, "upstream_failed", None)),
+        (500, 7, (502, "upstream_failed", 7)),
+        (503, None, (502, "upstream_failed", None)),
+        (503, 7, (503, "upstream_busy", 7)),
+        (507, 7, (502, "upstream_failed", 7)),
+    ],
+)
+def test_a_5xx_becomes_ours(
+    status: int, retry_after_s: int | None, told: tuple[int, str, int | None]
+) -> None:
+    """What an instance says about itself does not reach the client; that it will be back does."""
+    error = error_of_status(Stage.ENCODE, status, b"secret", "text/plain", retry_after_s)
 
-    assert isinstance(error, UpstreamFailed)
-    assert (error.http_status, error.retry_after_s) == (502, 7)
+    assert (error.http_status, error.code, error.retry_after_s) == told
     assert "secret" not in error.message
 
 

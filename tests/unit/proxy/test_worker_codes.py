@@ -22,6 +22,35 @@ def test_a_known_code_is_passed_on(code: str) -> None:
     assert error.message == f"the encode instance failed with status 503 ({code})"
 
 
+@pytest.mark.parametrize("stage", Stage)
+@pytest.mark.parametrize(
+    ("status", "code", "told"),
+    [
+        (503, "consumer_full", (503, "consumer_full")),
+        (503, "consumer_unavailable", (503, "consumer_unavailable")),
+        (503, "engine_unavailable", (503, "engine_unavailable")),
+        (503, "storage_unavailable", (503, "storage_unavailable")),
+        (507, "storage_full", (503, "storage_full")),
+        (503, "shutting_down", (503, "upstream_busy")),
+        (500, "encode_failed", (502, "upstream_failed")),
+        (502, "transfer_failed", (502, "upstream_failed")),
+        (500, "consumer_full", (502, "upstream_failed")),
+    ],
+)
+def test_what_a_worker_lacks_for_the_moment_can_be_retried(
+    stage: Stage, status: int, code: str, told: tuple[int, str]
+) -> None:
+    """What time may cure is a 503 with Retry-After under its cause's code; what is broken is 502."""
+    body = b'{"error": {"message": "at 10.0.0.1", "code": "%s"}}' % code.encode()
+
+    for offered, expected in ((None, 1), (7, 7)):
+        error = error_of_status(stage, status, body, "application/json", offered)
+        assert (error.http_status, error.code) == told
+        assert "10.0.0.1" not in error.message
+        if told[0] == 503:
+            assert error.retry_after_s == expected
+
+
 @pytest.mark.parametrize(
     "body",
     [
