@@ -73,6 +73,12 @@ class WorkerMetrics:
         self.ec_transfers = Counter(
             "epdctl_ec_transfers_total", "Embedding transfers ended.", ["side", "outcome"], registry=r
         )
+        self.ec_unsent = Counter(
+            "epdctl_ec_unsent_total",
+            "Embeddings that failed before their consumer was asked for space, by why.",
+            ["reason"],
+            registry=r,
+        )
         self.ec_bytes = Counter("epdctl_ec_bytes_total", "Embedding bytes moved.", ["side"], registry=r)
         self.ec_seconds = Histogram(
             "epdctl_ec_seconds",

@@ -282,16 +282,19 @@ async def test_dead_consumer_fails_fast_and_harms_no_other(worker: EncodeWorker)
     assert took_s < 5.0
 
 
+MEDIUM = {"mm_processor_kwargs": {"min_pixels": 300_000, "max_pixels": 350_000}}
+"""Makes a tiny picture give an embedding of which an arena of a MiB holds ten."""
+
+
 async def test_silent_consumer_does_not_keep_the_arena_from_others(launch: Launch) -> None:
     """Two arenas full of items for a consumer that answers no reservation, then four for a live one: these
     are delivered before the first of the others fails, all of which fail within the deadline (hazard 29)."""
     worker = await launch("--cache-bytes", str(2**20)).ready()
-    medium = {"mm_processor_kwargs": {"min_pixels": 300_000, "max_pixels": 350_000}}
     ended: list[str] = []
 
     async def one(name: str, address: str, colour: int) -> Reply:
         image = part(picture((colour, 8, 8)))
-        reply = await worker.encode(image, consumer=address, transfer_ids=[new_id()], **medium)
+        reply = await worker.encode(image, consumer=address, transfer_ids=[new_id()], **MEDIUM)
         ended.append(name)
         return reply
 
@@ -473,7 +476,8 @@ async def test_sigterm_while_loading_ends_at_once(launch: Launch) -> None:
 async def test_reply_after_encode_and_death_of_the_front(launch: Launch, stub_consumer: StubConsumer) -> None:
     """With --reply-after encode the answer comes when the rows are there, whatever the consumer does; kill -9
     of the front leaves no engine process behind."""
-    worker = await launch("--reply-after", "encode", "--transfer-timeout", "2").ready()
+    flags = ("--reply-after", "encode", "--transfer-timeout", "2", "--cache-bytes", str(2**20))
+    worker = await launch(*flags).ready()
     stub_consumer.set_behaviour({"reserve": "silent"})
 
     reply = await worker.encode(
@@ -487,9 +491,39 @@ async def test_reply_after_encode_and_death_of_the_front(launch: Launch, stub_co
 
     await wait_until(counted, "the failed push is counted", 20.0)
     await until_nothing_pinned(worker)
+    async with StubConsumer({"reserve": "silent", "cancel": "silent"}) as other:
+        await _what_waits_aside_ends(worker, other)
     engine = worker.engine_pid()
     os.kill(worker.process.pid, signal.SIGKILL)
     await wait_until(lambda: not Path(f"/proc/{engine}").exists(), "the engine's end", 15.0)
+
+
+async def _what_waits_aside_ends(worker: EncodeWorker, silent: StubConsumer) -> None:
+    """Items that are kept back for a silent consumer, two arenas full, fail within the deadline of a push and
+    not one after the other; why is in the log and in the metrics, and nothing stays behind."""
+    begun = time.monotonic()
+    replies = await asyncio.gather(
+        *(
+            worker.encode(
+                part(picture((n, 8, 9))), consumer=silent.address, transfer_ids=[new_id()], **MEDIUM
+            )
+            for n in range(20)
+        )
+    )
+    took_s = time.monotonic() - begun
+
+    failed = [reply for reply in replies if reply.status != 200]
+    assert {(reply.status, reply.code) for reply in failed} == {(503, "consumer_unavailable")}
+    assert took_s < 2.0 + 8.0
+
+    async def counted() -> bool:
+        metrics = {"reason": "consumer_unavailable"}
+        return await worker.metric("epdctl_ec_unsent_total", **metrics) >= len(failed)
+
+    await wait_until(counted, "the items that were not sent are counted", 20.0)
+    await wait_until(lambda: '"items_unsent"' in worker.process.stderr, "the reason in the log", 20.0)
+    await until_nothing_pinned(worker)
+    assert await worker.metric("epdctl_in_flight") == 0
 
 
 async def test_wrong_start_says_what_is_wrong(worker: EncodeWorker, launch: Launch, tmp_path: Path) -> None:

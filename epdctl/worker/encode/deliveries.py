@@ -68,6 +68,7 @@ class Deliveries:
         on_settled: Callable[[str], None],
         address_of: Callable[[Entry], int],
         on_room: Callable[[], None],
+        on_unsent: Callable[[EpdError], None],
     ) -> None:
         self._pusher = pusher
         self._cache = cache
@@ -77,6 +78,7 @@ class Deliveries:
         self._on_settled = on_settled
         self._address_of = address_of
         self._on_room = on_room
+        self._on_unsent = on_unsent
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._announced: dict[str, Delivery | EpdError] = {}
         self._log = structlog.get_logger()
@@ -205,6 +207,7 @@ class Deliveries:
             self.announce(call_id, ask, entry.region.nbytes, shape, facts.dtype)
         announced = self._announced.pop(call_id)
         if isinstance(announced, EpdError):
+            self._on_unsent(announced)
             raise announced
         return announced
 

@@ -12,7 +12,7 @@ everything else is on the event loop, so no locks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -108,11 +108,14 @@ class EncodeEngine:
 
     def _new_standby(self) -> Standby:
         events = StandbyEvents(
-            consumers_of=lambda key: self._consumers(self._flights.waiting(key)),
+            consumers_of=self._consumers_of,
             unpark=self._unpark,
             fail=self._fail_waiting,
             ask_again=self._ask,
             admit=self._admit,
+            waiting=self._waiting_aside,
+            is_waiting=self._asks.__contains__,
+            give_up=self._give_up,
         )
         fails = self._settings.reply_after == "push"
         policy = StandbyPolicy(timeout_s=self._settings.transfer_timeout_s, fails=fails)
@@ -131,6 +134,7 @@ class EncodeEngine:
             on_settled=self._standby.settled,
             address_of=lambda entry: self._memory.address + entry.region.offset,
             on_room=self._wake,
+            on_unsent=self._count_unsent,
         )
 
     def _new_queue(self) -> TowerQueue:
@@ -209,6 +213,7 @@ class EncodeEngine:
             return
         consumer = self._deliveries.consumer_of(ask)
         if (error := self._standby.refusal(consumer)) is not None:
+            self._count_unsent(error)
             self._fail(call_id, error)
             return
         self._asks[call_id] = ask
@@ -254,13 +259,35 @@ class EncodeEngine:
 
     def _fail_waiting(self, consumer: str, error: EpdError) -> None:
         """Fail what waits for `consumer`, unless the tower runs it: then its delivery says how it ends."""
-        for call_id, ask in list(self._asks.items()):
-            if self._deliveries.consumer_of(ask) == consumer and not self._flights.is_running(call_id):
-                self._drop(call_id)
-                self._fail(call_id, error)
+        waiting = [
+            call_id
+            for call_id, ask in self._asks.items()
+            if self._deliveries.consumer_of(ask) == consumer and not self._flights.is_running(call_id)
+        ]
+        self._give_up(waiting, error)
+
+    def _give_up(self, calls: Collection[str], error: EpdError) -> None:
+        """Fail calls whose items were kept back for their consumers, to which nothing of theirs was sent."""
+        for call_id in calls:
+            self._drop(call_id)
+            self._count_unsent(error)
+            self._fail(call_id, error)
+        if calls:
+            self._log.warning("items_unsent", items=len(calls), error_code=error.code, reason=error.message)
+
+    def _count_unsent(self, error: EpdError) -> None:
+        self._metrics.ec_unsent.labels(error.code).inc()
+
+    def _waiting_aside(self, parked: Iterable[str]) -> list[str]:
+        """Return the calls of `parked` keys, and of those that are not asked for pixels because of them."""
+        held = (key for key in self._flights.wanted() if self._standby.is_held(self._consumers_of(key)))
+        return [call_id for key in (*parked, *held) for call_id in self._flights.waiting(key)]
 
     def _unpark(self, keys: Iterable[str]) -> None:
         self._queue.unpark(keys)
+
+    def _consumers_of(self, key: str) -> list[str | None]:
+        return self._consumers(self._flights.waiting(key))
 
     def _consumers(self, calls: Iterable[str]) -> list[str | None]:
         return [self._deliveries.consumer_of(self._asks[call_id]) for call_id in calls]

@@ -103,6 +103,10 @@ class Flights:
         flight = self._flights.get(key)
         return () if flight is None else tuple(flight.calls)
 
+    def wanted(self) -> list[str]:
+        """Return the keys whose pixels nobody was asked for yet."""
+        return [key for key, flight in self._flights.items() if flight.phase is Phase.WANTED]
+
     def key_of(self, call_id: str) -> str | None:
         """Return the key that `call_id` waits for, or None."""
         return self._key_of.get(call_id)

@@ -7,6 +7,9 @@
     gate.takes(key, consumers, nbytes)                      # false: parked, no consumer may have more
     parking.release(consumer)                               # the keys that were parked for it
     parking.release_key(key)
+    patience = Patience(timeout_s)
+    patience.note(calls, now)                               # they wait aside now, or again
+    patience.overdue(calls, now)                            # those of them that have waited for too long
 
 A consumer may have a quarter of the arena in deliveries that it has not answered yet, and always one item; a
 suspect one has one item and no more. An item that several consumers wait for is parked when none of them may
@@ -18,7 +21,7 @@ Rules of this file: no clock, no I/O. Sizes are bytes, times seconds.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 SHARE = 0.25
@@ -86,6 +89,10 @@ class Parking:
         """Return whether something is parked for `consumer`."""
         return self._waiting_for[consumer] > 0
 
+    def keys(self) -> list[str]:
+        """Return the keys that are parked."""
+        return list(self._parked)
+
     def consumers(self) -> list[str]:
         """Return the consumers that something is parked for."""
         return [consumer for consumer, count in self._waiting_for.items() if count > 0]
@@ -130,3 +137,31 @@ class BatchGate:
     def _is_over(self, consumer: str, key: str, nbytes: int) -> bool:
         added, suspect = self._added[consumer], self._suspects(consumer)
         return self._parking.is_over(consumer, key, nbytes, added=added, suspect=suspect)
+
+
+class Patience:
+    """Since when each call has waited aside; being let go on and parked again does not make it wait anew."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._since: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def note(self, calls: Iterable[str], now: float) -> None:
+        """`calls` wait aside now."""
+        for call_id in calls:
+            self._since.setdefault(call_id, now)
+
+    def overdue(self, calls: Iterable[str], now: float) -> list[str]:
+        """Return those of `calls`, all waiting aside now, whose time is over."""
+        return [call_id for call_id in calls if now >= self._since.get(call_id, now) + self._timeout_s]
+
+    def next_end(self) -> float:
+        """Return when the time of the first call will be over; infinity when none waits."""
+        return min(self._since.values(), default=float("inf")) + self._timeout_s
+
+    def keep(self, is_open: Callable[[str], bool]) -> None:
+        """Forget the calls that are over, or on their way to their consumer."""
+        self._since = {call_id: since for call_id, since in self._since.items() if is_open(call_id)}

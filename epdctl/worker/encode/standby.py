@@ -10,8 +10,9 @@
     standby.parked()                    # the gate parked something
 
 Rules of this file: who is parked is decided in `parking`, who is suspect in the sender. What follows from an
-answer is done in the next turn of the loop, once for all answers of this one. What waits here has an end: it
-fails at the latest `timeout_s` after the first question that its consumer has left unanswered.
+answer is done in the next turn of the loop, once for all answers of this one. What waits here has an end,
+whatever its call is answered for: it fails when it has waited aside for `timeout_s` in all, and where an item
+fails with its delivery, also `timeout_s` after the first question that its consumer has left unanswered.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Protocol
 
 from epdctl.errors import EpdError
 from epdctl.worker.encode.messages import Ask
-from epdctl.worker.encode.parking import BatchGate, Parking
+from epdctl.worker.encode.parking import BatchGate, Parking, Patience
 from epdctl.worker.transfer.sender import silence
 
 _CHECK_S = 0.25
@@ -44,13 +45,18 @@ class Silence(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandbyEvents:
     """`consumers_of` a key's calls (None: no delivery); `unpark` keys; `fail` what waits for a consumer;
-    `ask_again` a cache hit that was held; `admit`: pixels may be asked for again."""
+    `ask_again` a cache hit that was held; `admit`: pixels may be asked for again; `waiting`: the calls of the
+    parked keys given, and those whose pixels are not asked for because of them; `is_waiting`: whether a call
+    is neither over nor being delivered; `give_up` calls that have waited for too long."""
 
     consumers_of: Callable[[str], Collection[str | None]]
     unpark: Callable[[Iterable[str]], None]
     fail: Callable[[str, EpdError], None]
     ask_again: Callable[[str, Ask], None]
     admit: Callable[[], None]
+    waiting: Callable[[Iterable[str]], Collection[str]]
+    is_waiting: Callable[[str], bool]
+    give_up: Callable[[Collection[str], EpdError], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +77,7 @@ class Standby:
         self._silence = silence
         self._events = events
         self._policy = policy
+        self._patience = Patience(policy.timeout_s)
         self._hits: dict[str, Ask] = {}
         self._settled: dict[str, None] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -94,6 +101,7 @@ class Standby:
         if not self._parking.is_over(consumer, ask.key, nbytes, suspect=suspect):
             return False
         self._hits[call_id] = ask
+        self._patience.note([call_id], asyncio.get_running_loop().time())
         self._check_suspects([consumer])
         self._watch()
         return True
@@ -113,6 +121,7 @@ class Standby:
 
     def parked(self) -> None:
         """See to it that what was parked just now has an end."""
+        self._patience.note(self._waiting(), asyncio.get_running_loop().time())
         self._check_suspects(self._parking.consumers())
         self._watch()
         asyncio.get_running_loop().call_soon(self._events.admit)
@@ -144,9 +153,24 @@ class Standby:
                 self._events.ask_again(call_id, self._hits.pop(call_id))
         self._events.admit()
 
+    def _waiting(self) -> list[str]:
+        """Return the calls that wait aside now."""
+        return [*self._hits, *self._events.waiting(self._parking.keys())]
+
     def _watch(self) -> None:
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_CHECK_S, self._check)
+            loop = asyncio.get_running_loop()
+            left_s = self._patience.next_end() - loop.time()
+            self._timer = loop.call_later(left_s if 0 < left_s < _CHECK_S else _CHECK_S, self._check)
+
+    def _end_overdue(self, now: float) -> None:
+        waiting = self._waiting()
+        self._patience.note(waiting, now)
+        overdue = self._patience.overdue(waiting, now)
+        if overdue:
+            self._events.give_up(overdue, silence())
+            self._events.admit()
+        self._patience.keep(self._events.is_waiting)
 
     def _check(self) -> None:
         self._timer = None
@@ -158,5 +182,6 @@ class Standby:
                 self.settled(consumer)
             elif self._policy.fails and now - since >= self._policy.timeout_s:
                 self._events.fail(consumer, silence())
-        if len(self._parking) or self._hits:
+        self._end_overdue(now)
+        if len(self._parking) or self._hits or len(self._patience):
             self._watch()

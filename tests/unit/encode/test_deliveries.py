@@ -67,6 +67,7 @@ class World:
         self.room = 0
         self.parking = Parking(1024)
         self.settled: list[str] = []
+        self.unsent: list[str] = []
         self.deliveries = Deliveries(
             self.pusher,  # type: ignore[arg-type]
             self.cache,
@@ -76,6 +77,7 @@ class World:
             on_settled=self.settled.append,
             address_of=lambda entry: 4096 + entry.region.offset,
             on_room=self._count_room,
+            on_unsent=lambda error: self.unsent.append(error.code),
         )
         self.entry = self._filled()
 
@@ -184,7 +186,7 @@ async def test_refused_announcement_fails_the_call(world: World) -> None:
     await world.settle()
 
     assert world.sent[0].parse(ErrorBody).name == "Overloaded"
-    assert world.pinned == 0
+    assert (world.pinned, world.unsent) == (0, ["overloaded"])
 
 
 async def test_space_is_asked_for_once(world: World) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epdctl.worker.encode.parking import BatchGate, Parking
+from epdctl.worker.encode.parking import BatchGate, Parking, Patience
 
 pytestmark = pytest.mark.unit
 
@@ -93,3 +93,19 @@ def test_a_key_can_be_taken_out_alone() -> None:
 
     assert [parking.release_key("k2"), parking.release_key("k2")] == [True, False]
     assert parking.release("a") == ["k1", "k3"]
+
+
+def test_patience_counts_from_the_first_wait() -> None:
+    """What is let go on and parked again has waited since the first time; what is over is forgotten."""
+    patience = Patience(8.0)
+    patience.note(["c1"], 1.0)
+    patience.note(["c1", "c2"], 5.0)
+
+    assert patience.next_end() == 9.0
+    assert patience.overdue(["c1", "c2"], 8.9) == []
+    assert patience.overdue(["c1", "c2"], 9.0) == ["c1"]
+    assert patience.overdue(["c2"], 9.0) == []
+    patience.keep(lambda call_id: call_id == "c2")
+    assert (len(patience), patience.next_end()) == (1, 13.0)
+    patience.keep(lambda call_id: False)
+    assert (len(patience), patience.next_end()) == (0, float("inf"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import pytest
 
@@ -28,12 +28,16 @@ class World:
         self.unparked: list[str] = []
         self.failed: list[tuple[str, EpdError]] = []
         self.asked: list[str] = []
+        self.given_up: list[tuple[str, EpdError]] = []
         events = StandbyEvents(
             consumers_of=lambda key: [key[0]],
             unpark=self._unpark,
             fail=lambda consumer, error: self.failed.append((consumer, error)),
             ask_again=lambda call_id, ask: self.asked.append(call_id),
             admit=lambda: None,
+            waiting=lambda keys: [f"of {key}" for key in keys],
+            is_waiting=lambda call_id: call_id not in dict(self.given_up),
+            give_up=self._give_up,
         )
         self.standby = Standby(self.parking, self, events, StandbyPolicy(timeout_s=timeout_s, fails=fails))
 
@@ -47,6 +51,12 @@ class World:
 
     def _unpark(self, keys: Iterable[str]) -> None:
         self.unparked.extend(keys)
+
+    def _give_up(self, calls: Collection[str], error: EpdError) -> None:
+        for call_id in calls:
+            self.given_up.append((call_id, error))
+            self.standby.left(call_id)
+            self.standby.changed(call_id.removeprefix("of "))
 
     def fill(self) -> None:
         """Let "a" have its share, without an answer."""
@@ -111,8 +121,8 @@ async def test_what_a_suspect_may_not_have_fails_at_once() -> None:
 
 
 async def test_without_a_push_to_wait_for_nothing_fails() -> None:
-    """With --reply-after encode an item only has to be encoded: it waits, and is not failed."""
-    world = World(fails=False, timeout_s=0.0)
+    """With --reply-after encode an item only has to be encoded: silence alone does not fail it."""
+    world = World(fails=False)
     world.suspects.add("a")
     world.held.add("a")
     world.fill()
@@ -170,3 +180,52 @@ async def test_a_joining_call_brings_the_item_back() -> None:
     world.standby.close()
 
     assert world.unparked == ["a1"]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_what_waits_aside_for_too_long_is_given_up(fails: bool) -> None:
+    """Parked items and held cache hits end, whatever their calls are answered for, also when their consumer
+    answers something now and then and so is never silent for long."""
+    world = World(timeout_s=0.3, fails=fails)
+    world.fill()
+    world.park("a1")
+    assert world.standby.holds("call", HIT, "a", 100)
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+
+    def ask_anew() -> bool:
+        world.parking.settle("c")
+        world.fill()
+        if "of a1" not in dict(world.given_up) and not world.parking.keys():
+            world.park("a1")
+        return len(world.given_up) == 2
+
+    await wait_until(ask_anew, "both are given up", 10.0)
+    took_s = loop.time() - begun
+    await next_turn()
+    world.standby.close()
+
+    assert took_s >= 0.25
+    assert {call_id for call_id, _ in world.given_up} == {"of a1", "call"}
+    assert {type(error) for _, error in world.given_up} == {ConsumerUnavailable}
+    assert (world.parking.keys(), world.failed) == ([], [])
+
+
+async def test_a_parked_item_that_comes_back_does_not_wait_anew() -> None:
+    """Being put back and parked again does not start an item's time again."""
+    world = World(timeout_s=0.4, fails=False)
+    world.fill()
+    world.park("a1")
+    ended = asyncio.get_running_loop().time() + 0.4
+
+    def again() -> bool:
+        if not world.given_up:
+            world.standby.changed("a1")
+            world.park("a1")
+        return bool(world.given_up)
+
+    await wait_until(again, "given up", 10.0)
+    world.standby.close()
+
+    assert asyncio.get_running_loop().time() < ended + 5.0
+    assert [call_id for call_id, _ in world.given_up] == ["of a1"]
