@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from epdctl.errors import EngineUnavailable
 from epdctl.worker.channel import Buffer, Channel, ErrorBody, Message, error_of, message
+from epdctl.worker.socket_folder import SocketFolder
 
 _INBOX_MESSAGES = 4096
 
@@ -90,7 +90,7 @@ class EngineCall:
 class EngineProcess:
     """One engine process with its channel and its open calls."""
 
-    def __init__(self, process: asyncio.subprocess.Process, channel: Channel, folder: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, channel: Channel, folder: SocketFolder) -> None:
         self.process = process
         self.channel = channel
         self.folder = folder

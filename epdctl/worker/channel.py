@@ -23,6 +23,7 @@ import zmq.asyncio
 
 from epdctl import errors
 from epdctl.errors import EngineUnavailable, EpdError
+from epdctl.worker.socket_folder import SOCKET_NAMES
 
 T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
@@ -128,6 +129,11 @@ class Endpoints:
     to_engine: str
     to_front: str
 
+    @property
+    def folder(self) -> Path:
+        """The folder of both sockets."""
+        return Path(self.to_engine.removeprefix("ipc://")).parent
+
 
 class Channel:
     """One end of the connection; owns its two sockets."""
@@ -184,7 +190,7 @@ def bind_channel(context: zmq.asyncio.Context, directory: Path) -> tuple[Channel
     Raises:
         OSError: when the folder's path is too long for a socket.
     """
-    paths = [directory / way for way in ("to-engine", "to-front")]
+    paths = [directory / name for name in SOCKET_NAMES]
     for path in paths:
         if len(str(path).encode()) > _IPC_PATH_LIMIT:
             raise OSError(f"the path {path} is too long for a socket: set TMPDIR to a shorter folder")

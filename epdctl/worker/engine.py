@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -28,6 +29,7 @@ from epdctl.metrics import WorkerMetrics
 from epdctl.worker.channel import Channel, Endpoints, MalformedMessage, Message, connect_channel, message
 from epdctl.worker.leave import leave
 from epdctl.worker.samples import Family, snapshot
+from epdctl.worker.socket_folder import remove_folder
 
 BEAT_INTERVAL_S = 1.0
 
@@ -138,8 +140,11 @@ class _Voice:
 class _Session:
     """The life of one engine in this process: start, serve messages, beat, stop."""
 
-    def __init__(self, engine: Engine, channel: Channel, voice: _Voice, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self, engine: Engine, channel: Channel, voice: _Voice, metrics: WorkerMetrics, folder: Path
+    ) -> None:
         self._engine = engine
+        self._folder = folder
         self._channel = channel
         self._voice = voice
         self._metrics = metrics
@@ -194,6 +199,7 @@ class _Session:
         await asyncio.wait([start, left], return_when=asyncio.FIRST_COMPLETED)
         left.cancel()
         if not start.done():
+            remove_folder(self._folder)  # of the front's, which was killed before it could
             os._exit(1)  # nobody is left to serve, and loading on a thread cannot be interrupted
         return start.result()
 
@@ -219,7 +225,7 @@ async def _run(launch: Launch, build: Callable[[EngineContext], Engine]) -> int:
         channel = connect_channel(context, endpoints)
         voice = _Voice(channel, metrics)
         engine = build(EngineContext(settings=launch.settings, send=voice.send, metrics=metrics))
-        return await _Session(engine, channel, voice, metrics).run(gone)
+        return await _Session(engine, channel, voice, metrics, endpoints.folder).run(gone)
     finally:
         context.destroy(linger=0)
 

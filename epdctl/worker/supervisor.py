@@ -11,9 +11,8 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sys
-import tempfile
+import time
 import uuid
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
@@ -30,9 +29,10 @@ from epdctl.errors import EngineUnavailable
 from epdctl.logs import LogFormat, LogLevel
 from epdctl.worker.calls import EngineCall as EngineCall
 from epdctl.worker.calls import EngineProcess
-from epdctl.worker.channel import Endpoints, MalformedMessage, Message, bind_channel, message
+from epdctl.worker.channel import Channel, Endpoints, MalformedMessage, Message, bind_channel, message
 from epdctl.worker.engine import Beat, Failed, Launch, StartFailed, Stop
 from epdctl.worker.samples import Family, lasting, merge
+from epdctl.worker.socket_folder import SocketFolder, sweep
 
 
 class EngineState(StrEnum):
@@ -131,6 +131,7 @@ class Supervisor:
         Raises:
             StartFailed: the engine said why it cannot start, ended, or took longer than `start_timeout_s`.
         """
+        await asyncio.to_thread(sweep, self._directory, now=time.time())
         self._started = asyncio.get_running_loop().create_future()
         self._runner = asyncio.create_task(self._run())
         await asyncio.shield(self._started)
@@ -187,10 +188,11 @@ class Supervisor:
 
     async def _live(self) -> str:
         """Run one engine process from start to end; return why it ended."""
-        folder = Path(tempfile.mkdtemp(prefix="epdctl-", dir=self._directory))
-        channel, endpoints = bind_channel(self._context, folder)
+        folder = SocketFolder(self._directory)
         running: EngineProcess | None = None
+        channel: Channel | None = None
         try:
+            channel, endpoints = bind_channel(self._context, folder.path)
             self._state, self._reason = EngineState.STARTING, "the engine process is starting"
             running = EngineProcess(await self._spawn_process(endpoints), channel, folder)
             self._current = running
@@ -201,8 +203,9 @@ class Supervisor:
         finally:
             if running is not None:
                 await _kill(running.process)
-            channel.close()
-            shutil.rmtree(folder, ignore_errors=True)
+            if channel is not None:
+                channel.close()
+            folder.close()
 
     async def _greet(self, running: EngineProcess) -> None:
         """Say `hello`, for which the engine waits before it says `ready`."""
@@ -283,7 +286,7 @@ class Supervisor:
         elif received.kind == "ready":
             self._become_ready(received.parse(dict[str, Any]))
             # Both ends are connected: without the files a killed front leaves nothing behind.
-            shutil.rmtree(running.folder, ignore_errors=True)
+            running.folder.close()
         elif received.kind == "failed":
             return received.parse(Failed).reason
         elif (call := running.calls.get(received.call_id)) is not None:

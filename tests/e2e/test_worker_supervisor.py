@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
@@ -72,6 +73,46 @@ async def test_ready_engine_leaves_no_files(engine: Start) -> None:
         await call.send("echo", {})
         assert (await call.receive()).kind == "echoed"
         call.end()
+
+
+_FRONT = """
+import asyncio, sys
+from pathlib import Path
+from epdctl.worker.server import worker_sockets
+from epdctl.worker.supervisor import EngineSpec, Supervisor
+
+async def main():
+    async with worker_sockets() as (context, _):
+        spec = EngineSpec(name="echo", module="tests.stubs.echo_engine", settings={"start": "hang"})
+        supervisor = Supervisor(spec, context, Path(sys.argv[1]))
+        starting = asyncio.create_task(supervisor.start())
+        while supervisor.status().pid is None:
+            await asyncio.sleep(0.01)
+        print(supervisor.status().pid, flush=True)
+        await starting
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("at", ["the first moment", "while it loads"])
+async def test_front_killed_while_its_engine_loads_leaves_nothing(at: str) -> None:
+    """kill -9 of a front whose engine is not ready: the engine ends by itself and takes the files along."""
+    directory = Path(tempfile.mkdtemp(prefix="epdctl-"))
+    front = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _FRONT, directory, stdout=asyncio.subprocess.PIPE
+    )
+    assert front.stdout is not None
+    engine = Path("/proc", (await front.stdout.readline()).decode().strip())
+    if at == "while it loads":
+        # An engine that has connected has threads of ZeroMQ's.
+        await wait_until(lambda: len(list((engine / "task").iterdir())) > 1, "the engine is connected", 30.0)
+    assert list(directory.iterdir())  # noqa: ASYNC240 - they exist, so their end says something
+    front.kill()
+    await front.wait()
+
+    await wait_until(lambda: not engine.exists(), "the engine's end", 30.0)
+    directory.rmdir()  # noqa: ASYNC240 - fails unless the files are gone
 
 
 async def test_the_first_engine_to_connect_takes_nothing_from_the_others(engine: Start) -> None:
