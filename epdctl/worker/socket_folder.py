@@ -53,7 +53,7 @@ def remove_folder(folder: Path) -> bool:
 
 
 def sweep(directory: Path, *, now: float) -> int:
-    """Remove this user's folders in `directory` whose owners are dead; return how many. `now` is wall time."""
+    """Remove this user's folders in `directory` whose owners are dead; return how many. `now`: wall time."""
     removed = 0
     for folder in _old_folders(directory, now):
         with _locked(folder) as is_ours:
