@@ -82,11 +82,16 @@ class RegisterSettings(ProxySettings):
       epdctl instances register http://pd:8002 --role prefill_decode --ec-zmq-addrs tcp://pd:9100
     """
 
+    # EPDCTL_MODEL is a worker's checkpoint, often a path: an instance's name must not come from there.
+    model_config = SettingsConfigDict(cli_shortcuts={"json-output": "json", "instance-model": "model"})
+
     instance: Instance = Field(description="URL of the instance")
     role: RoleName = Field(description="what it does: encode, prefill, decode or prefill_decode")
     ec_zmq_addrs: str = Field("", description="EC control addresses of a consumer, one a replica, by comma")
     dp_size: int = Field(1, ge=1, description="data-parallel replicas behind the URL")
-    model: str | None = Field(None, description="model it serves; asked from /v1/models unless given")
+    instance_model: str | None = Field(
+        None, description="model it serves; asked from /v1/models unless given"
+    )
     labels: str = Field("", description="labels as name=value pairs by comma, for example group=a")
     kv_bootstrap_addr: str | None = Field(
         None, description="bootstrap URL of a prefill instance with the mooncake KV connector"
@@ -107,7 +112,7 @@ class RegisterSettings(ProxySettings):
             "url": self.instance,
             "ec_zmq_addrs": split_list(self.ec_zmq_addrs),
             "dp_size": self.dp_size,
-            "model": self.model,
+            "model": self.instance_model,
             "labels": split_pairs("--labels", self.labels),
             "kv_bootstrap_addr": self.kv_bootstrap_addr,
         }

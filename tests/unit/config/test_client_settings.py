@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from epdctl.cli import COMMANDS, load_reference
 from epdctl.config import load_settings
-from epdctl.config.client import DrainSettings, RegisterSettings
+from epdctl.config.client import DrainSettings, ProxySettings, RegisterSettings
 
 pytestmark = pytest.mark.unit
 
@@ -67,3 +68,27 @@ def test_json_and_url(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings(DrainSettings, "epdctl instances drain", ("http://e1:1", "--json"))
 
     assert (settings.url, settings.json_output, settings.timeout) == ("http://proxy:9", True, 30.0)
+
+
+def test_a_workers_checkpoint_is_not_an_instances_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """EPDCTL_MODEL, a worker's checkpoint, reaches no registration; EPDCTL_INSTANCE_MODEL does."""
+    monkeypatch.setenv("EPDCTL_MODEL", "/models/qwen")
+    unnamed = register("http://e1:1", "--role=encode")
+    monkeypatch.setenv("EPDCTL_INSTANCE_MODEL", "m")
+    named, flagged = (register("http://e1:1", "--role=encode", *more) for more in ((), ("--model=n",)))
+
+    models = [settings.registration()["model"] for settings in (unnamed, named, flagged)]
+    assert models == [None, "m", "n"]
+
+
+def test_no_variable_means_different_things_to_a_client_and_to_a_worker() -> None:
+    """What an operator exports for workers or the proxy changes nothing that an `instances` command does."""
+    kinds = [load_reference(command.settings) for command in COMMANDS]
+    clients = [kind for kind in kinds if issubclass(kind, ProxySettings)]
+    others = [kind for kind in kinds if kind not in clients]
+    shared = {name for kind in clients for name in kind.model_fields} & {
+        name for kind in others for name in kind.model_fields
+    }
+
+    assert len(clients) == 5
+    assert shared <= {"admin_api_key"}
