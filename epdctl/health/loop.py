@@ -34,7 +34,10 @@ _MODELS_REFRESH_S = 60.0
 
 @dataclass(slots=True)
 class _Watch:
-    """One instance's task, what wakes it, and who waits for its next result."""
+    """One instance's task, what wakes it, and who waits for its next result.
+
+    `forgiven` failures in a row came before somebody last asked for a probe: the pauses grow with later ones.
+    """
 
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
@@ -45,6 +48,7 @@ class _Watch:
     is_first: bool = True
     asked: bool = False
     counts_from: float = 0.0
+    forgiven: int = 0
 
 
 class HealthLoop:
@@ -85,11 +89,24 @@ class HealthLoop:
     async def probe_now(self, url: InstanceUrl) -> None:
         """Wait for a probe of the present record of `url`, the running one or a new one; none if unwatched.
 
-        Bounded by twice the probe's deadlines: the running one, if it is about an older record, and ours.
+        Who asks knows of something new. So an evicted instance is asked again where a probe that began before
+        has failed, and its pauses begin anew. Bounded by twice the probe's deadlines: the running one, ours.
         """
         watch = self._watches.get(url)
-        if watch is None:
+        view = self._driver.find(url)
+        if watch is None or view is None:
             return
+        watch.forgiven = view.probe_failures
+        was_running = watch.running_generation == view.generation
+        await self._next_result(url, watch)
+        if was_running and self._is_evicted(url) and self._watches.get(url) is watch:
+            await self._next_result(url, watch)
+
+    def _is_evicted(self, url: InstanceUrl) -> bool:
+        view = self._driver.find(url)
+        return view is not None and view.state is InstanceState.EVICTED
+
+    async def _next_result(self, url: InstanceUrl, watch: _Watch) -> None:
         view = self._driver.find(url)
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         watch.waiters.append(waiter)
@@ -208,11 +225,12 @@ class HealthLoop:
         view = self._driver.find(url)
         if view is None:
             return None
+        watch.forgiven = min(watch.forgiven, view.probe_failures)
         return next_due(
             started=watch.counts_from,
             finished=self._driver.now(),
             state=view.state,
-            failures_past_threshold=view.probe_failures - self._fail_threshold,
+            failures_past_threshold=view.probe_failures - max(self._fail_threshold, watch.forgiven),
             policy=self._policy,
         )
 

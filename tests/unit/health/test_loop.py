@@ -153,6 +153,59 @@ async def test_eviction_and_readmission(world: World) -> None:
     await world.until(lambda: world.state() is InstanceState.READY, "readmitted")
 
 
+async def evict(world: World) -> None:
+    """Let E1 join, and fail until it is evicted."""
+    world.register(spec())
+    await world.loop.probe_now(E1)
+    world.prober.results[E1] = UNHEALTHY
+    for _ in range(3):
+        await world.loop.probe_now(E1)
+    assert world.state() is InstanceState.EVICTED
+
+
+async def test_asking_reaches_an_evicted_one_whose_probe_is_under_way(slow: World) -> None:
+    """A registration that comes while a probe of the time before fails is answered by a probe of its own: an
+    instance that is back is readmitted at once."""
+    await evict(slow)
+    gate = slow.prober.hanging[E1] = asyncio.Event()
+    early = asyncio.create_task(slow.loop.probe_now(E1))
+    await slow.until(lambda: slow.prober.running[E1] == 1, "a probe of the time before")
+    registrations = [asyncio.create_task(slow.loop.probe_now(E1)) for _ in range(2)]
+    await asyncio.sleep(0)
+    second_gate = slow.prober.hanging[E1] = asyncio.Event()
+    gate.set()
+    await asyncio.wait_for(early, 5)
+    slow.prober.results[E1] = HEALTHY
+    second_gate.set()
+
+    await asyncio.wait_for(asyncio.gather(*registrations), 5)
+
+    assert slow.state() is InstanceState.READY
+    assert slow.prober.most_running[E1] == 1
+
+
+async def test_asking_begins_the_pauses_anew() -> None:
+    """Pauses that have grown begin with the interval again when an evicted instance is registered again, also
+    when it is not quite there at that moment; without that they stay as long as they are."""
+    world = await build(interval_s=0.2)
+    try:
+        await evict(world)
+        for _ in range(9):
+            await world.loop.probe_now(E1)
+        watch = world.loop._watches[E1]
+        after_asking = (world.loop._next(E1, watch) or 0.0) - watch.counts_from
+        watch.forgiven = 0
+        without = (world.loop._next(E1, watch) or 0.0) - watch.counts_from
+        await world.loop.probe_now(E1)
+        world.prober.results[E1] = HEALTHY
+
+        await wait_until(lambda: world.state() is InstanceState.READY, "readmitted", 10.0)
+    finally:
+        await close(world)
+
+    assert (after_asking < 1.0, without > 20.0) == (True, True)
+
+
 async def test_one_that_hangs_delays_nobody(world: World) -> None:
     """While a probe hangs, others are probed at their own pace."""
     world.prober.hanging[E1] = asyncio.Event()
