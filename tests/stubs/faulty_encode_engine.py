@@ -3,6 +3,8 @@
 Run by the worker's front instead of `epdctl.worker.encode.engine`. What happens is read, before every
 forward, from the file that the variable EPDCTL_TEST_FAULT names: nothing (all well), `raise` (every forward
 fails), `poison` (a forward with an all-black picture fails), `hang` (forwards wait until the file changes).
+The variable EPDCTL_TEST_CONTROL_TIMEOUT says for how many seconds a consumer's answer is waited for, in the
+place of the sender's own.
 The file beside it, with `.sizes` at its end, says how many entries the engine's tables have.
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from epdctl.worker.encode.vision import Outputs, Tower
 from epdctl.worker.engine import run_engine
 
 FAULT_FILE = "EPDCTL_TEST_FAULT"
+CONTROL_TIMEOUT = "EPDCTL_TEST_CONTROL_TIMEOUT"
 
 
 def _fault() -> str:
@@ -49,6 +52,15 @@ class FaultyTower(PatchTower):
 
 class FaultyEncodeEngine(EncodeEngine):
     """The engine with that tower."""
+
+    async def start(self) -> Mapping[str, Any]:
+        """Start the real engine, more or less patient."""
+        facts = await super().start()
+        if seconds := os.environ.get(CONTROL_TIMEOUT):
+            pusher: Any = self._transfer.pusher
+            assert pusher._control_timeout_s > 0
+            pusher._control_timeout_s = float(seconds)
+        return facts
 
     def load_tower(self) -> Tower:
         """Load the real tower, behind the switch."""
