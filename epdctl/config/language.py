@@ -22,6 +22,12 @@ class LanguageSettings(WorkerSettings):
     max_model_len: int | None = Field(
         None, ge=2, description="Most tokens of prompt and answer together. Default: the model's own limit."
     )
+    default_max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Most tokens of an answer whose request names no max_tokens, for all of which memory is "
+        "reserved. Default: all that the context and --kv-bytes leave.",
+    )
     kv_bytes: int = Field(
         GIB, ge=1, description="Memory of keys and values, for each replica; requests wait until theirs fits."
     )

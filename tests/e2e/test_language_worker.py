@@ -512,3 +512,22 @@ class TestEdge:
         stream = await bench.worker.ask(text(LONG_QUESTION), stream=True, n=2, logprobs=True)
 
         assert (stream.events[-1], parse_event('data: {"a": 1}')) == (None, {"a": 1})
+
+
+async def test_requests_without_max_tokens_fit_a_small_kv_memory(tmp_path: Path) -> None:
+    """KV for 1024 tokens where the context has 4096: such a request runs with what fits, or with
+    --default-max-tokens where that is less; one that names more than fits is told which flags help."""
+    flags = ("--kv-bytes", str(1024 * 768), "--default-max-tokens", "300")
+    endless = {"ignore_eos": True, "max_tokens": None}
+    async with language_worker(QWEN2_5_VL, tmp_path, *flags) as worker:
+        one, four, named = await asyncio.gather(
+            worker.ask(text(COLOUR_QUESTION), **endless),
+            worker.ask(text(COLOUR_QUESTION), n=4, **endless),
+            worker.ask(text(COLOUR_QUESTION), **endless | {"max_tokens": 2000}),
+        )
+
+    used, prompt = one.body["usage"], one.body["usage"]["prompt_tokens"]
+    assert (one.status, used["completion_tokens"]) == (200, 300)
+    assert (four.status, four.body["usage"]["completion_tokens"]) == (200, 4 * (256 - prompt))
+    assert (named.status, named.error["param"]) == (400, "max_tokens")
+    assert "--kv-bytes" in named.error["message"]

@@ -23,7 +23,7 @@ from epdctl.worker.language.content import MediaRules
 from epdctl.worker.language.generation import Generation
 from epdctl.worker.language.handover import KvPlan, one_token, plan_kv
 from epdctl.worker.language.messages import Generate, PromptImage
-from epdctl.worker.language.params import Sampling
+from epdctl.worker.language.params import AnswerRoom, Sampling
 from epdctl.worker.language.placement import place_images
 from epdctl.worker.language.prompt import Tokenizer
 from epdctl.worker.language.replicas import choose_replica, parse_rank
@@ -60,6 +60,8 @@ class LanguageFront:
         engines: Sequence[Supervisor],
         *,
         max_model_len: int | None,
+        default_max_tokens: int | None,
+        kv_bytes: int,
         in_flight: Gauge,
     ) -> None:
         self._model = model
@@ -67,6 +69,8 @@ class LanguageFront:
         self._role = role
         self._engines = engines
         self._max_model_len = max_model_len
+        self._default_max_tokens = default_max_tokens
+        self._kv_bytes = kv_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._loaded: Loaded | None = None
         self._in_flight = in_flight
@@ -185,19 +189,26 @@ class LanguageFront:
                 f" model's {limit} tokens (--max-model-len)",
                 param="max_tokens",
             )
-        sampling = self._sampling(tokens, limit - length)
+        sampling = self._sampling(tokens, length, limit - length)
         return Generate(
             token_ids=ids, sampling=sampling, images=images, hold_kv=plan.hold, ticket=plan.ticket
         )
 
-    def _sampling(self, tokens: TokenRules, room: int) -> Sampling:
+    def _most_tokens(self, tokens: TokenRules, prompt: int, left: int) -> int:
+        if tokens.max_tokens is not None:
+            return tokens.max_tokens
+        kv_tokens = self._kv_bytes // self.loaded.spec.kv_bytes_per_token
+        room = AnswerRoom(default=self._default_max_tokens, kv_tokens=kv_tokens)
+        return room.most(prompt=prompt, left=left, choices=tokens.n, minimum=tokens.min_tokens)
+
+    def _sampling(self, tokens: TokenRules, prompt: int, left: int) -> Sampling:
         if any(token >= self.loaded.spec.vocab_size for token in tokens.stop_token_ids):
             raise InvalidRequest(
                 f"stop_token_ids must be below {self.loaded.spec.vocab_size}", param="stop_token_ids"
             )
         return Sampling(
-            max_tokens=tokens.max_tokens if tokens.max_tokens is not None else room,
-            min_tokens=min(tokens.min_tokens, room),
+            max_tokens=self._most_tokens(tokens, prompt, left),
+            min_tokens=min(tokens.min_tokens, left),
             temperature=tokens.temperature,
             top_p=tokens.top_p,
             top_k=min(tokens.top_k, self.loaded.spec.vocab_size),

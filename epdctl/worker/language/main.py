@@ -134,6 +134,8 @@ async def _serve(settings: LanguageSettings, role: Role, place: _Place) -> int:
             role,
             engines,
             max_model_len=settings.max_model_len,
+            default_max_tokens=settings.default_max_tokens,
+            kv_bytes=settings.kv_bytes,
             in_flight=metrics.in_flight.labels(stage.value),
         )
         edge = WorkerEdge(

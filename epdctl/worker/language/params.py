@@ -28,3 +28,19 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+
+
+class AnswerRoom(msgspec.Struct, frozen=True, kw_only=True):
+    """How long an answer may become whose request does not say: `default` tokens, None for all that fit.
+
+    `kv_tokens` is what the whole KV memory holds. KV is reserved for the longest answer, so one that may fill
+    the memory runs alone, and one that may overfill it would never run.
+    """
+
+    default: int | None
+    kv_tokens: int
+
+    def most(self, *, prompt: int, left: int, choices: int, minimum: int) -> int:
+        """Return the most tokens of each of `choices` answers to `prompt` tokens; the context has `left`."""
+        fits = max(1, min(left, self.kv_tokens // choices - prompt))
+        return fits if self.default is None else min(fits, max(self.default, minimum))
