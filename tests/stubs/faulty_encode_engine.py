@@ -80,7 +80,8 @@ class FaultyEncodeEngine(EncodeEngine):
             "waiting": len(self._queue._waiting),
         }
         sizes_file = Path(os.environ[FAULT_FILE] + ".sizes")
-        other = sizes_file.with_suffix(".writing")
+        # Two engines of one worker write it, each when it likes.
+        other = sizes_file.with_suffix(f".writing-{os.getpid()}")
         other.write_text(json.dumps(sizes))
         other.replace(sizes_file)
         return super().health()
