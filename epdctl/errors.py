@@ -121,6 +121,12 @@ class Overloaded(EpdError):
     http_status, code, type, fault = 429, "overloaded", "rate_limit_error", Fault.US
 
 
+class InternalFailure(EpdError):
+    """Something of ours failed in a way that has no name; the log has its traceback."""
+
+    http_status, code, type, fault = 500, "internal", "server_error", Fault.US
+
+
 class EncodeFailed(EpdError):
     """The vision tower failed on an item."""
 

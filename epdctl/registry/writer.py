@@ -61,11 +61,13 @@ class StoreWriter:
             url = await self._queue.get()
             # Popped before the look-up: a change from here on is a new write.
             done = self._writes.pop(url)
+            is_written = False
             try:
-                done.set_result(await self._write(url))
+                is_written = await self._write(url)
+            except Exception:  # noqa: BLE001 - the supervisor of this loop: whoever waits for a write must hear of it
+                structlog.get_logger().exception("store_failed", instance=url)
             finally:
-                if not done.done():
-                    done.cancel()
+                done.set_result(is_written)
                 self._queue.task_done()
 
     async def _write(self, url: InstanceUrl) -> bool:

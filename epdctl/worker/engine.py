@@ -5,6 +5,7 @@ An engine kind is one module whose `main()` calls `run_engine(Kind)`. The front 
 pipe ends, the front is gone and the engine ends too.
 
 Rules of this file: the event loop only passes messages; loading and computing run on the kind's own thread.
+An engine of which a part has ended unexpectedly ends as a whole, so that the front answers and restarts it.
 Metrics are those of the process's `WorkerMetrics`; the front asks for them.
 """
 
@@ -14,7 +15,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,15 +25,26 @@ import msgspec
 import structlog
 import zmq.asyncio
 
-from epdctl.errors import EpdError
+from epdctl.errors import EngineUnavailable, EpdError, InternalFailure
 from epdctl.logs import LogFormat, LogLevel, configure_logs
 from epdctl.metrics import WorkerMetrics
-from epdctl.worker.channel import Channel, Endpoints, MalformedMessage, Message, connect_channel, message
+from epdctl.worker.channel import (
+    Channel,
+    Endpoints,
+    MalformedMessage,
+    Message,
+    connect_channel,
+    error_message,
+    message,
+)
+from epdctl.worker.duties import Duties
 from epdctl.worker.leave import leave
 from epdctl.worker.samples import Family, snapshot
 from epdctl.worker.socket_folder import remove_folder
 
 BEAT_INTERVAL_S = 1.0
+_HAND_OVER_S = 0.2
+"""In which the socket's thread passes the last message on before the process ends."""
 
 
 class Launch(msgspec.Struct):
@@ -45,7 +58,7 @@ class Launch(msgspec.Struct):
 
 
 class Failed(msgspec.Struct):
-    """Body of `failed`: the engine could not start, and why (safe to show to an operator)."""
+    """Body of `failed`: the engine could not start or cannot go on, and why (safe to show to an operator)."""
 
     reason: str
 
@@ -68,6 +81,8 @@ class EngineContext:
     send: Callable[[Message], Any]
     """`await send(message)`: to the front; raises EngineUnavailable when the front takes nothing."""
     metrics: WorkerMetrics
+    begin: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+    """`begin(work, name)`: run a loop that the engine cannot serve without; the process ends if it does."""
 
 
 class Engine(Protocol):
@@ -117,37 +132,56 @@ class _Voice:
     """What the front hears from an engine. News of its health come before the answers that they explain: a
     client whose request failed finds `/health` to say so."""
 
-    def __init__(self, channel: Channel, metrics: WorkerMetrics) -> None:
+    def __init__(self, channel: Channel, metrics: WorkerMetrics, duties: Duties) -> None:
         self._channel = channel
         self._metrics = metrics
+        self._duties = duties
         self._told: str | None = None
         self.health: Callable[[], str | None] | None = None
         """Set once the engine serves."""
 
     async def send(self, outgoing: Message) -> None:
         """Send one message, after a beat when the health has changed."""
-        if self.health is not None and self.health() != self._told:
+        if self._health() != self._told:
             await self.beat()
         await self._channel.send(outgoing)
 
     async def beat(self) -> None:
         """Send a beat now."""
-        self._told = self.health() if self.health is not None else None
+        self._told = self._health()
         families = snapshot(self._metrics.registry)
         await self._channel.send(message("beat", Beat(trouble=self._told, families=families)))
+
+    def _health(self) -> str | None:
+        """Return the engine's health; one that cannot be told is the engine's failure, not the sender's."""
+        if self.health is None:
+            return None
+        try:
+            return self.health()
+        except Exception as error:  # noqa: BLE001 - what waits for an answer must get it all the same
+            self.health = None
+            self._duties.fail("health", error)
+            return self._told
 
 
 class _Session:
     """The life of one engine in this process: start, serve messages, beat, stop."""
 
     def __init__(
-        self, engine: Engine, channel: Channel, voice: _Voice, metrics: WorkerMetrics, folder: Path
+        self,
+        engine: Engine,
+        channel: Channel,
+        voice: _Voice,
+        metrics: WorkerMetrics,
+        duties: Duties,
+        folder: Path,
     ) -> None:
         self._engine = engine
         self._folder = folder
         self._channel = channel
         self._voice = voice
         self._metrics = metrics
+        self._duties = duties
         self._log = structlog.get_logger()
 
     async def _serve(self) -> Stop:
@@ -163,6 +197,12 @@ class _Session:
                 await self._engine.handle(received)
             except (EpdError, MalformedMessage) as error:
                 self._log.warning("engine_message_refused", kind=received.kind, reason=str(error))
+                known = (
+                    error
+                    if isinstance(error, EpdError)
+                    else InternalFailure("an internal message is malformed")
+                )
+                await self._channel.send(error_message(known, call_id=received.call_id))
 
     async def _beat(self) -> None:
         while True:
@@ -177,20 +217,35 @@ class _Session:
                 return 1
             await self._channel.send(message("ready", dict(facts)))
             self._voice.health = self._engine.health
-            tasks = [asyncio.create_task(self._serve()), asyncio.create_task(self._beat())]
-            tasks.append(asyncio.create_task(gone.wait()))
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            grace_s = 0.0
-            for task in done:
-                result = task.result()
-                grace_s = result.grace_s if isinstance(result, Stop) else grace_s
+            tasks = [self._duties.begin(self._beat(), "heart-beat")]
+            serving = asyncio.create_task(self._serve())
+            failed = asyncio.create_task(self._duties.failure())
+            tasks += [serving, failed, left := asyncio.create_task(gone.wait())]
+            await asyncio.wait((serving, failed, left), return_when=asyncio.FIRST_COMPLETED)
+            if (reason := self._broken(serving, failed)) is not None:
+                await self._tell_failure(reason)
+                return 1
             self._voice.health = None
-            await self._engine.stop(grace_s)
+            await self._engine.stop(serving.result().grace_s if serving.done() else 0.0)
             return 0
         finally:
             for task in tasks:
                 task.cancel()
             self._channel.close()
+
+    def _broken(self, serving: asyncio.Task[Stop], failed: asyncio.Task[str]) -> str | None:
+        """Return why the engine cannot go on, or None."""
+        if failed.done():
+            return failed.result()
+        if serving.done() and (error := serving.exception()) is not None:
+            self._log.error("engine_task_failed", task="messages", exc_info=error)
+            return "a part of the engine process failed (messages)"
+        return None
+
+    async def _tell_failure(self, reason: str) -> None:
+        with suppress(EngineUnavailable):
+            await self._channel.send(message("failed", Failed(reason=reason)), deadline_s=1.0)
+            await asyncio.sleep(_HAND_OVER_S)
 
     async def _start(self, gone: asyncio.Event) -> Mapping[str, Any] | None:
         """Start the engine; None when it cannot, or when the front went away meanwhile."""
@@ -211,7 +266,7 @@ class _Session:
         except StartFailed as error:
             self._log.error("engine_start_failed", reason=str(error))
             await self._channel.send(message("failed", Failed(reason=str(error))))
-            await asyncio.sleep(0.2)  # let the socket's thread hand the message over before the process ends
+            await asyncio.sleep(_HAND_OVER_S)
             return None
 
 
@@ -223,9 +278,13 @@ async def _run(launch: Launch, build: Callable[[EngineContext], Engine]) -> int:
     try:
         endpoints = Endpoints(to_engine=launch.to_engine, to_front=launch.to_front)
         channel = connect_channel(context, endpoints)
-        voice = _Voice(channel, metrics)
-        engine = build(EngineContext(settings=launch.settings, send=voice.send, metrics=metrics))
-        return await _Session(engine, channel, voice, metrics, endpoints.folder).run(gone)
+        duties = Duties()
+        duties.guard(asyncio.get_running_loop())
+        voice = _Voice(channel, metrics, duties)
+        engine = build(
+            EngineContext(settings=launch.settings, send=voice.send, metrics=metrics, begin=duties.begin)
+        )
+        return await _Session(engine, channel, voice, metrics, duties, endpoints.folder).run(gone)
     finally:
         context.destroy(linger=0)
 

@@ -28,6 +28,7 @@ from epdctl.errors import ShuttingDown, UnsupportedEndpoint
 from epdctl.http_errors import REQUEST_ID, Handler, JsonRunner, error_middleware, error_response
 from epdctl.metrics import CONTENT_TYPE, WorkerMetrics
 from epdctl.wire import encode_json
+from epdctl.worker.duties import repeated
 from epdctl.worker.engine import StartFailed
 from epdctl.worker.samples import merge, render, snapshot
 from epdctl.worker.supervisor import EngineState, EngineStatus, Supervisor
@@ -260,7 +261,7 @@ async def run_worker(run: WorkerRun) -> int:
             return 0 if stop.is_set() else 1
         log.info("worker_ready", model=run.edge.model_name)
         if run.announcer is not None:
-            announcing = asyncio.create_task(run.announcer.run())
+            announcing = asyncio.create_task(repeated(run.announcer.run, name="registration"))
         await stop.wait()
         await _drain(run, announcing, now)
         return 0

@@ -123,7 +123,12 @@ class Supervisor:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._spawned_ended)
+
+    def _spawned_ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.error("engine_task_failed", exc_info=error)
 
     async def start(self) -> None:
         """Start the engine and wait until it is ready.
@@ -201,6 +206,8 @@ class Supervisor:
             self._lose(running, reason)
             return reason
         finally:
+            if running is not None and running.death is None:
+                self._lose(running, "the engine process could not be watched")
             if running is not None:
                 await _kill(running.process)
             if channel is not None:

@@ -185,6 +185,62 @@ async def test_killed_engine_fails_open_calls_at_once_and_comes_back(engine: Sta
         call.end()
 
 
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("loop", "echo loop"),
+        ("callback", "callback"),
+        ("task", "never retrieved"),
+        ("health", "health"),
+        ("message", "messages"),
+    ],
+)
+async def test_an_engine_with_a_part_that_failed_is_replaced(engine: Start, what: str, named: str) -> None:
+    """A bug that ends any part of an engine ends all of it: open calls fail at once with what has failed, and
+    a new process serves."""
+    supervisor = engine()
+    await supervisor.start()
+    first = supervisor.status().pid
+
+    async with supervisor.call() as silent, supervisor.call() as call:
+        await silent.send("silent")
+        await call.send("break", what)
+        with pytest.raises(EngineUnavailable, match=rf"a part of the engine process failed \(.*{named}"):
+            await asyncio.wait_for(silent.receive(), 10.0)
+    await wait_until(lambda: supervisor.status().state is EngineState.READY, "ready", 20.0)
+
+    assert supervisor.status().pid != first
+    assert supervisor.status().restarts == 1
+
+
+async def test_what_waits_for_health_is_answered_though_that_cannot_be_told(engine: Start) -> None:
+    """An answer is sent after the news of the engine's health; when those cannot be made it still arrives."""
+    supervisor = engine()
+    await supervisor.start()
+
+    async with supervisor.call() as call:
+        await call.send("break", "health")
+        await call.send("echo", {})
+        assert (await call.receive()).kind == "echoed"
+        call.end()
+
+
+async def test_an_engine_that_cannot_be_watched_fails_its_calls(
+    engine: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug of ours where the engine's messages are read costs that engine: its calls fail at once."""
+    supervisor = engine()
+    await supervisor.start()
+
+    async with supervisor.call() as call:
+        await call.send("silent")
+        with monkeypatch.context() as patched:
+            patched.setattr(supervisor, "_take", lambda running, received: 1 / 0)
+            with pytest.raises(EngineUnavailable, match="could not be watched"):
+                await asyncio.wait_for(call.receive(), 10.0)
+    await wait_until(lambda: supervisor.status().state is EngineState.READY, "ready", 20.0)
+
+
 async def test_messages_to_a_dying_engine_fail_as_unavailable(engine: Start) -> None:
     """A message that is under way while the engine dies fails as EngineUnavailable, not as a cancellation."""
     supervisor = engine()

@@ -20,7 +20,7 @@ import msgspec
 import structlog
 
 from epdctl.domain import MmHash, TransferId
-from epdctl.errors import EngineUnavailable, EpdError, Overloaded, ShuttingDown
+from epdctl.errors import EngineUnavailable, EpdError, InternalFailure, Overloaded, ShuttingDown
 from epdctl.worker.channel import Message, error_message, message
 from epdctl.worker.encode.cache import EmbeddingCache, Entry, Facts
 from epdctl.worker.encode.messages import Ask, Done
@@ -196,6 +196,9 @@ class Deliveries:
         except EpdError as error:
             self._log.warning("push_failed", transfer_id=ask.transfer_id, error_code=error.code)
             return error_message(error, call_id=call_id)
+        except Exception:  # noqa: BLE001 - the one supervisor of a delivery: it costs that one only
+            self._log.exception("push_failed", transfer_id=ask.transfer_id, error_code="internal")
+            return error_message(InternalFailure("the delivery of an embedding failed"), call_id=call_id)
         delivered = msgspec.structs.replace(done, transfer_id=str(result.transfer_id) or None)
         return message("done", delivered, call_id=call_id)
 

@@ -77,7 +77,8 @@ class EncodeEngine:
         self._queue = self._new_queue()
         self._show_gauges()
         await self._tiers.start()
-        self._tasks = [asyncio.create_task(self._queue.run()), asyncio.create_task(self._send_outbox())]
+        begin = self._context.begin
+        self._tasks = [begin(self._queue.run(), "tower queue"), begin(self._send_outbox(), "outbox")]
         self._log.info("tower_ready", device=self._settings.device)
         return msgspec.structs.asdict(self._facts())
 
@@ -183,9 +184,7 @@ class EncodeEngine:
             self._leave(call_id)
 
     def health(self) -> str | None:
-        """Return what troubles the tower, or None; raises RuntimeError when a loop of ours has ended."""
-        if any(task.done() for task in self._tasks) and not self._stopping:
-            raise RuntimeError("a loop of the encode engine has ended")
+        """Return what troubles the tower, or where embeddings go, or None."""
         return self._queue.trouble() or self._transfer.trouble()
 
     async def stop(self, grace_s: float) -> None:
@@ -201,8 +200,10 @@ class EncodeEngine:
             self._fail(call_id, ShuttingDown("this worker is shutting down"))
         await self._deliveries.close()
         self._standby.close()
-        await self._outbox.join()
-        for task in self._tasks:
+        # With the loops: if the one that empties it has failed, nobody does.
+        emptied = asyncio.create_task(self._outbox.join())
+        await asyncio.wait([emptied, *self._tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in (emptied, *self._tasks):
             task.cancel()
         await self._transfer.close()
         await self._tiers.close()

@@ -26,6 +26,7 @@ from typing import Protocol, TypeVar
 import structlog
 
 from epdctl.metrics import WorkerMetrics
+from epdctl.worker.duties import repeated
 from epdctl.worker.encode.arena_memory import gather
 from epdctl.worker.encode.breaker import Breaker
 from epdctl.worker.encode.cache import Facts
@@ -113,7 +114,8 @@ class SharedTier:
     async def start(self) -> None:
         """Connect, waiting for that only a moment."""
         self._went_down.set()
-        self._tasks = [asyncio.create_task(self._reconnect()), asyncio.create_task(self._publish_all())]
+        loops = {"store connection": self._reconnect, "store publications": self._publish_all}
+        self._tasks = [asyncio.create_task(repeated(work, name=name)) for name, work in loops.items()]
         with suppress(TimeoutError):
             await asyncio.wait_for(self._tried.wait(), self._policy.first_connect_s)
 

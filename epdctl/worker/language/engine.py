@@ -59,7 +59,7 @@ class LanguageEngine:
         self._exchange = Exchange.open(settings, checkpoint.spec, pool, events, self._context.metrics)
         self._loop = self._new_loop(model, pool)
         self._intake = self._new_intake(checkpoint, model)
-        self._running = asyncio.create_task(self._loop.run(), name="generation-loop")
+        self._running = self._context.begin(self._loop.run(), "generation loop")
         facts = ReadyFacts(
             ec_address=self._exchange.ec_address,
             kv_tokens=pool.tokens,
@@ -120,9 +120,7 @@ class LanguageEngine:
             self._exchange.release(call_id)
 
     def health(self) -> str | None:
-        """Return what troubles the engine, or None; ends the process when the loop has died."""
-        if self._running.done():
-            self._running.result()
+        """Return what troubles the engine, or None."""
         return self._loop.trouble()
 
     async def stop(self, grace_s: float) -> None:

@@ -11,10 +11,18 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import structlog
 import torch
 
 from epdctl.domain import MmHash, Modality, TransferId
-from epdctl.errors import EmbeddingUndelivered, EpdError, ShuttingDown, TransferFailed, UpstreamTimeout
+from epdctl.errors import (
+    EmbeddingUndelivered,
+    EpdError,
+    InternalFailure,
+    ShuttingDown,
+    TransferFailed,
+    UpstreamTimeout,
+)
 from epdctl.worker.language.batch import Order
 from epdctl.worker.language.kv_messages import KvTicket
 from epdctl.worker.language.loop import GenerationLoop, Job
@@ -95,12 +103,18 @@ class Intake:
             self._taker.cancel(TransferId(image.transfer_id))
 
     async def _bring(self, call_id: str, body: Generate) -> None:
+        received: Sequence[Received] = ()
         try:
             received = await self._take_all(body.images)
+            job = self._job(call_id, body, received)
         except EpdError as error:
             await self._failed(call_id, error)
-            return
-        self._loop.submit(self._job(call_id, body, received))
+        except Exception:  # noqa: BLE001 - the one supervisor of a request's way to the loop: it costs that one only
+            structlog.get_logger().exception("request_intake_failed")
+            self._release(received, body.ticket)
+            await self._failed(call_id, InternalFailure("the request could not be prepared"))
+        else:
+            self._loop.submit(job)
 
     async def _take_all(self, images: Sequence[PromptImage]) -> list[Received]:
         """Take every image's embedding, or none of them."""

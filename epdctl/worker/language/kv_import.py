@@ -11,8 +11,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import structlog
+
 from epdctl.ec.protocol import ControlAddress
-from epdctl.errors import EpdError, KvUndelivered
+from epdctl.errors import EpdError, InternalFailure, KvUndelivered
 from epdctl.metrics import WorkerMetrics
 from epdctl.worker.language.kv import KvPool, KvRegion, prefix_digest
 from epdctl.worker.language.kv_client import KvClient, KvUnreachable
@@ -117,6 +119,11 @@ class KvImporter:
             self._count("failed")
             self._quarantine(region)
             self._events.failed(call_id, error)
+        except Exception:  # noqa: BLE001 - the one supervisor of an import: it costs that one only
+            structlog.get_logger().exception("kv_import_failed")
+            self._count("failed")
+            self._quarantine(region)
+            self._events.failed(call_id, InternalFailure("a prompt's KV could not be taken over"))
         else:
             self._count("delivered", fetched.nbytes, asyncio.get_running_loop().time() - began)
             self._events.done(call_id)

@@ -18,6 +18,7 @@ import zmq.asyncio
 from epdctl.ec.protocol import ControlAddress
 from epdctl.errors import TransferFailed, UpstreamTimeout
 from epdctl.metrics import WorkerMetrics
+from epdctl.worker.duties import repeated
 from epdctl.worker.language.kv import KvPool, KvRegion, prefix_digest
 from epdctl.worker.language.kv_holds import Holds, InUse, NotHeld
 from epdctl.worker.language.kv_layout import Extent, copy_pieces, shape_of
@@ -83,7 +84,7 @@ class KvServer:
     def start(self) -> None:
         """Bind the socket and start the lease timer; raises OSError when the port is taken."""
         self._listener.open()
-        self._ticker = asyncio.create_task(self._tick(), name="kv-leases")
+        self._ticker = asyncio.create_task(repeated(self._tick, name="kv-leases"), name="kv-leases")
 
     async def close(self) -> None:
         """Stop answering; what is held stays as it is, the process ends."""

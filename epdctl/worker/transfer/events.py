@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from epdctl.ec.protocol import ControlAddress, ReadyEvent, encode
+from epdctl.worker.duties import repeated
 
 MAX_QUEUED_EVENTS = 4096
 
@@ -37,7 +38,8 @@ class EventPublisher:
         socket.bind(str(self._address))
         self.port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
         self._socket = socket
-        self._task = asyncio.create_task(self._send(socket), name="ec-events")
+        sending = repeated(lambda: self._send(socket), name="ec-events")
+        self._task = asyncio.create_task(sending, name="ec-events")
 
     def publish(self, event: ReadyEvent) -> None:
         """Queue one event, dropping the oldest when the queue is full."""

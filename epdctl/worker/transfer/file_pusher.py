@@ -15,7 +15,8 @@ import asyncio
 import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+
+import structlog
 
 from epdctl.errors import ShuttingDown, StorageFull, StorageUnavailable, UpstreamTimeout
 from epdctl.worker.transfer.ec_file import StoredItem, check_identifier
@@ -118,12 +119,20 @@ class FilePusher:
         try:
             while self._failures:
                 await asyncio.sleep(PROBE_INTERVAL_S)
-                with suppress(StorageFull, StorageUnavailable, RuntimeError):
-                    loop = asyncio.get_running_loop()
-                    await loop.run_in_executor(self._threads, self._folder.probe, self._nbytes)
-                    self._failures = 0
+                await self._probe()
         finally:
             self._healing = None
+
+    async def _probe(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._threads, self._folder.probe, self._nbytes)
+        except (StorageFull, StorageUnavailable, RuntimeError):
+            return
+        except Exception:  # noqa: BLE001 - the supervisor of this loop: without it nothing heals
+            structlog.get_logger().exception("shared_folder_probe_failed")
+            return
+        self._failures = 0
 
 
 class FileDelivery:

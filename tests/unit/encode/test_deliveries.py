@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from structlog.testing import capture_logs
 
 from epdctl.domain import TransferId
 from epdctl.errors import ConsumerFull, EngineUnavailable, Overloaded
@@ -187,6 +188,23 @@ async def test_refused_announcement_fails_the_call(world: World) -> None:
 
     assert world.sent[0].parse(ErrorBody).name == "Overloaded"
     assert (world.pinned, world.unsent) == (0, ["overloaded"])
+
+
+@pytest.mark.parametrize("where", ["announce", "push"])
+async def test_a_bug_in_a_delivery_costs_that_one(world: World, where: str) -> None:
+    """What has no name is logged and answered as internal, once; nothing waits and nothing escapes."""
+    if where == "announce":
+        world.pusher.refusal = RuntimeError("a bug")
+    else:
+        world.pusher.end.set_exception(RuntimeError("a bug"))
+
+    with capture_logs() as logs:
+        world.deliveries.begin("c", ASK, world.entry, "cached")
+        await world.settle()
+
+    assert [(m.kind, m.parse(ErrorBody).name) for m in world.sent] == [("error", "InternalFailure")]
+    assert [(line["event"], line["log_level"]) for line in logs] == [("push_failed", "error")]
+    assert len(world.deliveries) == 0
 
 
 async def test_space_is_asked_for_once(world: World) -> None:

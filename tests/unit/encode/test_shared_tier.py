@@ -12,6 +12,7 @@ import pytest
 from blake3 import blake3
 
 from epdctl.metrics import WorkerMetrics
+from epdctl.worker import duties
 from epdctl.worker.encode.breaker import Breaker
 from epdctl.worker.encode.cache import Facts
 from epdctl.worker.encode.shared_tier import PinnedRows, SharedPolicy, SharedTier
@@ -381,6 +382,20 @@ class TestSharedTier:
         assert found is not None and (found.facts, bytes(found.rows)) == (FACTS, ROWS)
         assert await bench.shared.look("other") is None
         assert (bench.looked("hit"), bench.looked("miss"), bench.pins) == (1, 1, 0)
+
+    async def test_a_bug_in_a_publication_costs_that_one(
+        self, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What the store's client raises without a name is logged, and later embeddings are published."""
+        monkeypatch.setattr(duties, "REPEAT_PAUSE_S", 0.01)
+        await bench.shared.start()
+        with monkeypatch.context() as patched:
+            patched.setattr(bench.store, "_call", lambda name: 1 / 0)
+            bench.shared.publish("lost")
+            await until(lambda: not bench.shared._backlog and bench.pins == 0, "it was tried")
+
+        bench.shared.publish("k")
+        await until(lambda: bench.published("stored") == 1, "published")
 
     async def test_a_hanging_store_costs_one_deadline(self, bench: Bench) -> None:
         """The first look-up waits for its deadline, the next ones do not; the store comes back by itself."""

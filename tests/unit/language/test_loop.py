@@ -18,6 +18,7 @@ from epdctl.errors import (
     EmbeddingUndelivered,
     EpdError,
     GenerationFailed,
+    InternalFailure,
     Overloaded,
     ShuttingDown,
     TransferFailed,
@@ -335,6 +336,20 @@ class TestIntake:
         assert isinstance(failure, EmbeddingUndelivered)
         assert (failure.http_status, words in failure.message) == (500, True)
         assert (taker.released, sorted(set(taker.cancelled))) == (["a"], ["t-b", "t-c"])
+
+    async def test_a_bug_on_the_way_to_the_loop_costs_that_request(
+        self, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It is answered as internal, and what had arrived for it is given back."""
+        taker = FakeTaker({"a": 1})
+        async with running(loaded) as bench:
+            waiting = intake(bench, taker)
+            monkeypatch.setattr(waiting, "_job", lambda *_: 1 / 0)
+            waiting.begin("r", generate("a"))
+            await wait_until(lambda: "r" in bench.failures and not len(waiting), "it has failed")
+
+        assert isinstance(bench.failures["r"], InternalFailure)
+        assert taker.released == ["a"]
 
     @pytest.mark.parametrize("started", [True, False])
     async def test_a_cancelled_wait_gives_its_pushes_up(self, loaded: Loaded, started: bool) -> None:
