@@ -84,7 +84,9 @@ ec_config() { # ec_producer | ec_consumer -> the JSON of --ec-transfer-config
 }
 
 mooncake_protocol() {
-  if [ "$DEVICE_PLATFORM" = cpu ]; then printf tcp; else printf '%s' "${MOONCAKE_PROTOCOL:-rdma}"; fi
+  local found=tcp
+  if [ -n "$(ls -A /sys/class/infiniband 2>/dev/null)" ]; then found=rdma; fi
+  if [ "$DEVICE_PLATFORM" = cpu ]; then printf tcp; else printf '%s' "${MOONCAKE_PROTOCOL:-$found}"; fi
 }
 
 kv_config() { # kv_producer | kv_consumer -> the JSON of --kv-transfer-config

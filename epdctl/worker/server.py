@@ -93,6 +93,8 @@ class WorkerEdge:
     """Reason of the worker kind itself why it is not healthy, or None."""
     loads: Callable[[], Sequence[int]]
     """What each engine has to do now, in requests or items."""
+    transport: str
+    """What carries embeddings and KV, for the log."""
     one_engine_is_enough: bool = False
     """Whether any engine can do another one's work; else the worker is as healthy as its worst engine."""
 
@@ -259,7 +261,7 @@ async def run_worker(run: WorkerRun) -> int:
     try:
         if not await _start_engines(run, stop):
             return 0 if stop.is_set() else 1
-        log.info("worker_ready", model=run.edge.model_name)
+        log.info("worker_ready", model=run.edge.model_name, transport=run.edge.transport)
         if run.announcer is not None:
             announcing = asyncio.create_task(repeated(run.announcer.run, name="registration"))
         await stop.wait()

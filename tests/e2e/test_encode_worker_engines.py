@@ -302,6 +302,17 @@ async def test_the_worker_registers_once_under_its_own_url(worker: EncodeWorker,
     assert all(body["ec_zmq_addrs"] == [] for body in registry.heard)
 
 
+async def test_the_log_names_the_transport(worker: EncodeWorker) -> None:
+    """What carries embeddings stands in the line of the ready worker, and in one of each engine."""
+
+    def transports(event: str) -> list[str]:
+        lines = [json.loads(line) for line in worker.process.stderr.splitlines() if line.startswith("{")]
+        return [line["transport"] for line in lines if line["event"] == event]
+
+    await wait_until(lambda: transports("worker_ready") == ["tcp"], "the worker's line", 20.0)
+    await wait_until(lambda: transports("transfer_ready")[:2] == ["tcp"] * 2, "the engines' lines", 20.0)
+
+
 async def test_sigterm_lets_both_engines_finish(
     started: EncodeWorker, worker: EncodeWorker, switch: Switch
 ) -> None:

@@ -42,6 +42,7 @@ from epdctl.worker.server import (
     worker_sockets,
 )
 from epdctl.worker.supervisor import EngineSpec, Supervisor
+from epdctl.worker.transport import check_transport
 
 PROG = "epdctl worker encode"
 ENGINE_MODULE = "epdctl.worker.encode.engine"
@@ -53,6 +54,7 @@ def run(settings: EncodeSettings, *, engine_module: str = ENGINE_MODULE) -> int:
     hide_torch()
     try:
         folder = find_checkpoint(settings.model)
+        transport = _transport(settings)
         listener = bind_socket(settings.host, settings.port)
     except StartFailed as error:
         return _failed(str(error))
@@ -66,7 +68,18 @@ def run(settings: EncodeSettings, *, engine_module: str = ENGINE_MODULE) -> int:
     except NoAddress as error:
         listener.close()
         usage_error(PROG, str(error))
-    return leave(uvloop.run(_serve(settings, folder, listener, url, engine_module)))
+    return leave(uvloop.run(_serve(settings, folder, listener, url, engine_module, transport)))
+
+
+def _transport(settings: EncodeSettings) -> str:
+    """Return what carries embeddings; raises StartFailed when Mooncake would take something else."""
+    is_folder = settings.shared_storage_path is not None
+    if is_folder and settings.mooncake_store is None:
+        return settings.ec_connector
+    transport = check_transport(
+        settings.mooncake_protocol, settings.mooncake_devices, settings.engine_environment
+    )
+    return settings.ec_connector if is_folder else transport
 
 
 def _failed(reason: str) -> int:
@@ -75,7 +88,12 @@ def _failed(reason: str) -> int:
 
 
 async def _serve(
-    settings: EncodeSettings, folder: Path, listener: socket.socket, url: str, engine_module: str
+    settings: EncodeSettings,
+    folder: Path,
+    listener: socket.socket,
+    url: str,
+    engine_module: str,
+    transport: str,
 ) -> int:
     metrics = WorkerMetrics()
     async with worker_sockets() as (context, directory):
@@ -102,6 +120,7 @@ async def _serve(
             in_flight=InFlight(),
             trouble=front.trouble,
             loads=engines.loads,
+            transport=transport,
             one_engine_is_enough=True,
         )
         app = build_app(edge, Role.ENCODE.value, settings.max_body_bytes)

@@ -9,6 +9,8 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
+
 from epdctl.errors import StorageFull, StorageUnavailable
 from epdctl.metrics import WorkerMetrics
 from epdctl.worker.encode.arena_memory import ArenaMemory
@@ -76,6 +78,9 @@ async def open_transfer(
         engine.register(memory.address, memory.nbytes)
     except TransferSetupFailed as error:
         raise StartFailed(_refused(error) if settings.arena == "device" else str(error)) from error
+    structlog.get_logger().info(
+        "transfer_ready", transport=settings.mooncake_protocol, session=engine.session
+    )
     policy = PushPolicy(deadline_s=settings.transfer_timeout_s)
     return EncodeTransfer(
         session=engine.session,
@@ -102,6 +107,7 @@ async def _open_folder(settings: EncodeEngineSettings, path: Path, metrics: Work
         await asyncio.to_thread(folder.open)
     except (StorageFull, StorageUnavailable) as error:
         raise StartFailed(f"--shared-storage-path {path}: {error.message}") from error
+    structlog.get_logger().info("transfer_ready", transport="shared-filesystem", folder=str(path))
     pusher = FilePusher(folder, observe=record_sink(metrics), deadline_s=settings.transfer_timeout_s)
     return EncodeTransfer(session="", pusher=pusher, engine=None)
 

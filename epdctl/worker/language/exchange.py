@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+import structlog
+
 from epdctl.metrics import WorkerMetrics
 from epdctl.worker.engine import StartFailed
 from epdctl.worker.language.consumer import EcConsumer
@@ -113,13 +115,17 @@ def _open_mooncake(settings: LanguageEngineSettings) -> TransferEngine:
         mooncake_environment(os.environ, protocol=settings.mooncake_protocol, ports=settings.mooncake_ports)
     )
     try:
-        return TransferEngine(
+        engine = TransferEngine(
             host=settings.advertise_host,
             protocol=settings.mooncake_protocol,
             devices=settings.mooncake_devices,
         )
     except TransferSetupFailed as error:
         raise StartFailed(str(error)) from error
+    structlog.get_logger().info(
+        "transfer_ready", transport=settings.mooncake_protocol, session=engine.session
+    )
+    return engine
 
 
 def _register(engine: TransferEngine, pool: KvPool) -> None:

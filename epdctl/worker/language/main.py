@@ -44,6 +44,7 @@ from epdctl.worker.server import (
     worker_sockets,
 )
 from epdctl.worker.supervisor import EngineSpec, Supervisor
+from epdctl.worker.transport import check_transport
 
 ENGINE_MODULE = "epdctl.worker.language.engine"
 KV_CONNECTOR = "nixl"
@@ -82,7 +83,12 @@ def _run(settings: LanguageSettings, role: Role) -> int:
     prog = f"epdctl worker {role.value.replace('_', '-')}"
     configure_logs(settings.log_format, settings.log_level)
     try:
+        transport = check_transport(
+            settings.mooncake_protocol, settings.mooncake_devices, settings.engine_environment
+        )
         place = _find_place(settings)
+    except StartFailed as error:
+        return _failed(prog, str(error))
     except UnsupportedCheckpoint as error:
         return _failed(prog, f"--model {error}")
     except NoAddress as error:
@@ -100,7 +106,7 @@ def _run(settings: LanguageSettings, role: Role) -> int:
     with contextlib.ExitStack() as held:
         for claim in claims:
             held.enter_context(claim)
-        return leave(uvloop.run(_serve(settings, role, place)))
+        return leave(uvloop.run(_serve(settings, role, place, transport)))
 
 
 def _failed(prog: str, reason: str) -> int:
@@ -120,7 +126,7 @@ def _find_place(settings: LanguageSettings) -> _Place:
     return _Place(folder=folder, listener=listener, url=url)
 
 
-async def _serve(settings: LanguageSettings, role: Role, place: _Place) -> int:
+async def _serve(settings: LanguageSettings, role: Role, place: _Place, transport: str) -> int:
     metrics = WorkerMetrics()
     stage = Stage.PREFILL if role is Role.PREFILL else Stage.DECODE
     async with worker_sockets() as (context, directory):
@@ -147,6 +153,7 @@ async def _serve(settings: LanguageSettings, role: Role, place: _Place) -> int:
             in_flight=InFlight(),
             trouble=front.trouble,
             loads=front.loads,
+            transport=transport,
         )
         app = build_app(edge, role.value, settings.max_body_bytes)
         add_language_routes(app, front, model=settings.model_name, draining=lambda: edge.in_flight.draining)
