@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from epdctl.errors import EngineUnavailable, InvalidRequest
-from epdctl.worker.engine import StartFailed
+from epdctl.worker.engine import NEWS_INTERVAL_S, StartFailed
 from epdctl.worker.server import worker_sockets
 from epdctl.worker.supervisor import EngineSpec, EngineState, Supervisor
 from tests.stubs.process import wait_until
@@ -347,6 +347,24 @@ async def test_counters_survive_the_engine(engine: Start) -> None:
     await count()
 
     assert await total() == 10.0
+
+
+async def test_what_was_answered_is_counted_though_the_engine_dies(engine: Start) -> None:
+    """An engine that is killed the moment it has answered, before anybody asked for its numbers: the front has
+    them all the same."""
+    supervisor = engine()
+    await supervisor.start()
+    await asyncio.sleep(2 * NEWS_INTERVAL_S)
+
+    async with supervisor.call() as call:
+        await call.send("count")
+        await call.receive()
+        os.kill(supervisor.status().pid or 0, signal.SIGKILL)
+        call.end()
+    await wait_until(lambda: supervisor.status().restarts == 1, "restart")
+
+    samples = [s for f in await supervisor.families() for s in f.samples]
+    assert [s.value for s in samples if s.name == "epdctl_ec_bytes_total"] == [5.0]
 
 
 async def test_engine_ends_when_its_front_is_gone(engine: Start) -> None:
