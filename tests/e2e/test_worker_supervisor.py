@@ -350,8 +350,8 @@ async def test_counters_survive_the_engine(engine: Start) -> None:
 
 
 async def test_what_was_answered_is_counted_though_the_engine_dies(engine: Start) -> None:
-    """An engine that is killed the moment it has answered, before anybody asked for its numbers: the front has
-    them all the same."""
+    """An engine that is killed the moment it has answered, before anybody asked for its numbers: its front
+    has them all the same."""
     supervisor = engine()
     await supervisor.start()
     await asyncio.sleep(2 * NEWS_INTERVAL_S)
