@@ -22,7 +22,8 @@ DEFAULT_CONTROL_PORT = 14579
 """What vLLM's `ec_port` defaults to; replica d listens on port + d (at tensor parallel size 1)."""
 
 Identifier = Annotated[str, Meta(min_length=1, max_length=1024)]
-NewTransfer = Annotated[str, Meta(min_length=1, max_length=1024, pattern=r"^[A-Za-z0-9._:=+@~-]+$")]
+_TRANSFER = r"\A[A-Za-z0-9._:=+@~-]{1,1024}\Z"
+NewTransfer = Annotated[str, Meta(min_length=1, max_length=1024, pattern=_TRANSFER)]
 """A transfer id that may come into being here: it ends up in logs and in keys, so it is one plain word."""
 ReservationText = Annotated[str, Meta(max_length=256)]
 ByteCount = Annotated[int, Meta(gt=0, le=2**62)]
@@ -33,6 +34,7 @@ Port = Annotated[int, Meta(gt=0, le=65535)]
 T = TypeVar("T")
 
 
+_NEW_TRANSFER = re.compile(_TRANSFER)
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]@?#]+):([0-9]{1,5})\Z")
 
 
@@ -253,6 +255,11 @@ def parse_address(text: str) -> ControlAddress:
     if match is None or not 0 < int(match[2]) <= 65535:
         raise BadMessage("an EC control address must be tcp://host:port with a port from 1 to 65535")
     return ControlAddress(host=match[1].strip("[]"), port=int(match[2]))
+
+
+def is_new_transfer_id(text: str) -> bool:
+    """Return whether a consumer of ours lets a transfer of this id begin (`NewTransfer`)."""
+    return _NEW_TRANSFER.match(text) is not None
 
 
 def new_transfer_id(randomness: bytes) -> TransferId:

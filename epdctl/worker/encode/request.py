@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epdctl.domain import Modality
-from epdctl.ec.protocol import BadMessage, parse_address
+from epdctl.ec.protocol import BadMessage, is_new_transfer_id, parse_address
 from epdctl.errors import InvalidRequest, UnknownModel, UnsupportedMedia
 from epdctl.worker.encode.keys import NamedTransfer
 from epdctl.worker.encode.options import ItemOptions, VideoOptions, parse_options, parse_video_options
@@ -176,15 +176,23 @@ def _named(value: Any) -> tuple[NamedTransfer, ...]:
         return ()
     if not isinstance(value, list):
         raise InvalidRequest("must be a list of objects with a transfer_id", param=param)
-    return tuple(_named_one(entry, f"{param}[{number}]") for number, entry in enumerate(value))
+    named = tuple(_named_one(entry, f"{param}[{number}]") for number, entry in enumerate(value))
+    seen: set[str] = set()
+    for number, entry in enumerate(named):
+        if entry.transfer_id in seen:
+            text = "the same transfer_id is given twice: each embedding is delivered under its own"
+            raise InvalidRequest(text, param=f"{param}[{number}].transfer_id")
+        seen.add(entry.transfer_id)
+    return named
 
 
 def _named_one(entry: Any, param: str) -> NamedTransfer:
     if not isinstance(entry, dict):
         raise InvalidRequest("must be an object with a transfer_id", param=param)
     transfer_id, mm_hash = entry.get("transfer_id"), entry.get("mm_hash")
-    if not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= _MAX_NAME_CHARACTERS:
-        raise InvalidRequest("transfer_id must be a non-empty string", param=f"{param}.transfer_id")
+    if not isinstance(transfer_id, str) or not is_new_transfer_id(transfer_id):
+        text = "transfer_id must be a string of 1 to 1024 letters, digits and ._:=+@~-"
+        raise InvalidRequest(text, param=f"{param}.transfer_id")
     if mm_hash is not None and not isinstance(mm_hash, str):
         raise InvalidRequest("mm_hash must be a string", param=f"{param}.mm_hash")
     return NamedTransfer(transfer_id=transfer_id, mm_hash=mm_hash)

@@ -109,6 +109,21 @@ REFUSED: list[tuple[str, dict[str, Any], type[EpdError], str | None]] = [
         "ec_transfer_params.ec_items[0]",
     ),
     (
+        "the same transfer id twice",
+        {"ec_transfer_params": {"ec_items": [{"transfer_id": t} for t in ("a", "b", "a")]}},
+        InvalidRequest,
+        "ec_transfer_params.ec_items[2].transfer_id",
+    ),
+    *[
+        (
+            f"transfer id {text!r}"[:30],
+            {"ec_transfer_params": {"ec_items": [{"transfer_id": "a"}, {"transfer_id": text}]}},
+            InvalidRequest,
+            "ec_transfer_params.ec_items[1].transfer_id",
+        )
+        for text in ("", "a b", "a/b", "a\n", "\na", "ä", "a\0", "a" * 1025)
+    ],
+    (
         "transfer id is a number",
         {"ec_transfer_params": {"ec_items": [{"transfer_id": 1}]}},
         InvalidRequest,
