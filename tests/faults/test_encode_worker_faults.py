@@ -291,6 +291,22 @@ async def test_dead_consumer_fails_fast_and_harms_no_other(worker: EncodeWorker)
     assert took_s < 5.0
 
 
+async def test_the_log_names_the_consumer_that_failed(worker: EncodeWorker) -> None:
+    """Which consumer did not answer stands in the engine's line and in the request's, not in the answer."""
+    address = f"tcp://127.0.0.1:{free_port()}"
+
+    reply = await worker.encode(part(picture((1, 4, 7))), consumer=address, transfer_ids=[new_id()])
+
+    def named(event: str) -> bool:
+        lines = worker.process.stderr.splitlines()
+        return any(f'"{event}"' in line and f'"consumer":"{address}"' in line for line in lines)
+
+    assert reply.code == "consumer_unavailable"
+    assert address.rsplit(":", 1)[1] not in str(reply.body["error"])
+    await wait_until(lambda: named("push_failed"), "the engine's line", 20.0)
+    await wait_until(lambda: named("encode_finished"), "the request's line", 20.0)
+
+
 MEDIUM = {"mm_processor_kwargs": {"min_pixels": 300_000, "max_pixels": 350_000}}
 """Makes a tiny picture give an embedding of which an arena of a MiB holds ten."""
 

@@ -194,10 +194,10 @@ class Deliveries:
                 PushSource(address=self._address_of(entry), digest=_facts(entry).digest, on_free=held.release)
             )
         except EpdError as error:
-            self._log.warning("push_failed", transfer_id=ask.transfer_id, error_code=error.code)
+            self._log.warning("push_failed", **_place(ask), error_code=error.code, reason=error.message)
             return error_message(error, call_id=call_id)
         except Exception:  # noqa: BLE001 - the one supervisor of a delivery: it costs that one only
-            self._log.exception("push_failed", transfer_id=ask.transfer_id, error_code="internal")
+            self._log.exception("push_failed", **_place(ask), error_code=InternalFailure.code)
             return error_message(InternalFailure("the delivery of an embedding failed"), call_id=call_id)
         delivered = msgspec.structs.replace(done, transfer_id=str(result.transfer_id) or None)
         return message("done", delivered, call_id=call_id)
@@ -213,6 +213,11 @@ class Deliveries:
             self._on_unsent(announced)
             raise announced
         return announced
+
+
+def _place(ask: Ask) -> dict[str, str | None]:
+    """Return where an item goes, for the log; answers do not name the host of a consumer."""
+    return {"transfer_id": ask.transfer_id, "consumer": ask.consumer_zmq}
 
 
 def _facts(entry: Entry) -> Facts:

@@ -269,12 +269,16 @@ class EncodeEngine:
 
     def _give_up(self, calls: Collection[str], error: EpdError) -> None:
         """Fail calls whose items were kept back for their consumers, to which nothing of theirs was sent."""
+        if calls:
+            consumers = sorted(
+                {self._asks[call_id].consumer_zmq or "" for call_id in calls if call_id in self._asks}
+            )
+            facts = {"items": len(calls), "consumers": consumers}
+            self._log.warning("items_unsent", **facts, error_code=error.code, reason=error.message)
         for call_id in calls:
             self._drop(call_id)
             self._count_unsent(error)
             self._fail(call_id, error)
-        if calls:
-            self._log.warning("items_unsent", items=len(calls), error_code=error.code, reason=error.message)
 
     def _count_unsent(self, error: EpdError) -> None:
         self._metrics.ec_unsent.labels(error.code).inc()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import structlog
 
 from epdctl.domain import Modality
 from epdctl.errors import EngineUnavailable, EpdError, InvalidRequest, Overloaded
@@ -105,6 +106,8 @@ class EncodeFront:
     async def encode(self, body: Mapping[str, Any]) -> list[EncodedItem]:
         """Encode and deliver every item of a request body; raises the first failure, naming its part."""
         request = parse_encode_request(body, model=self._model, max_items=self._limits.max_items)
+        if request.consumer_zmq is not None:  # in every line about this request; answers do not name it
+            structlog.contextvars.bind_contextvars(consumer=request.consumer_zmq)
         if self._preparer is None or self._fetcher is None:
             raise EngineUnavailable("the image processor is loading", retry_after_s=1)
         if self._limits.is_shared_folder and request.consumer_zmq is not None:

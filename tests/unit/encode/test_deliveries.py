@@ -182,12 +182,20 @@ async def test_refused_announcement_fails_the_call(world: World) -> None:
     """A consumer with too much waiting is told as that, and nothing stays pinned."""
     world.pusher.refusal = Overloaded("too much", retry_after_s=1)
 
-    world.deliveries.announce("c", ASK, 16, (1, 4), "float32")
-    world.deliveries.begin("c", ASK, world.entry, "encoded")
-    await world.settle()
+    with capture_logs() as logs:
+        world.deliveries.announce("c", ASK, 16, (1, 4), "float32")
+        world.deliveries.begin("c", ASK, world.entry, "encoded")
+        await world.settle()
 
     assert world.sent[0].parse(ErrorBody).name == "Overloaded"
     assert (world.pinned, world.unsent) == (0, ["overloaded"])
+    facts = {
+        "transfer_id": "t",
+        "consumer": ASK.consumer_zmq,
+        "error_code": "overloaded",
+        "reason": "too much",
+    }
+    assert [line for line in logs if facts.items() <= line.items()] == logs != []
 
 
 @pytest.mark.parametrize("where", ["announce", "push"])
