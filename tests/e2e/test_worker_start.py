@@ -40,3 +40,24 @@ async def test_rdma_that_would_be_tcp_ends_the_start(kind: str) -> None:
     assert stderr.startswith(f"epdctl worker {kind}: --mooncake-protocol rdma: ")
     assert "unset it, or give --mooncake-protocol tcp" in stderr
     assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [
+        ("encode", "--cache-bytes"),
+        ("encode", "--cache-dram-bytes"),
+        ("prefill-decode", "--ec-buffer-bytes"),
+        ("prefill", "--kv-bytes"),
+        ("decode", "--kv-bytes"),
+    ],
+)
+async def test_memory_that_is_not_there_ends_the_start(kind: str, flag: str) -> None:
+    """More memory than the machine has: exit 1, and one line with the flag, asked and available bytes."""
+    code, stderr = await start(kind, flag, "99999999999999")
+
+    assert code == 1
+    assert stderr.startswith(f"epdctl worker {kind}: ")
+    assert f"{flag} 99999999999999" in stderr
+    assert "are available here: give fewer" in stderr
+    assert stderr.count("\n") == 1

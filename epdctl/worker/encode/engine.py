@@ -39,7 +39,7 @@ from epdctl.worker.encode.tier_stack import StackEvents, TierStack
 from epdctl.worker.encode.tower_queue import QueueEvents, TowerQueue
 from epdctl.worker.encode.transfer import open_transfer
 from epdctl.worker.encode.vision import Tower
-from epdctl.worker.engine import EngineContext, run_engine
+from epdctl.worker.engine import EngineContext, StartFailed, run_engine
 from epdctl.worker.transfer.arena import Arena
 from epdctl.worker.transfer.memory import HostMemory
 
@@ -95,7 +95,10 @@ class EncodeEngine:
             on_device = DeviceArena(tower.device, nbytes)
             self._log.info("arena_ready", arena="device", device=str(tower.device))
             return on_device
-        memory = HostArena(HostMemory(nbytes))
+        try:
+            memory = HostArena(HostMemory(nbytes))
+        except (OSError, OverflowError) as error:
+            raise StartFailed(f"--cache-bytes {nbytes}: the system does not give that much memory") from error
         pinned = tower.pin(memory.address, memory.nbytes)
         self._log.info("arena_ready", arena="host", pinned=pinned)
         return memory

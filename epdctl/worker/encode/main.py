@@ -29,6 +29,7 @@ from epdctl.worker.encode.options import PrepareLimits
 from epdctl.worker.encode.reclaim import reclaim
 from epdctl.worker.encode.without_torch import hide_torch
 from epdctl.worker.engine import StartFailed
+from epdctl.worker.free_memory import check_memory
 from epdctl.worker.leave import leave
 from epdctl.worker.media import MediaLimits
 from epdctl.worker.media_address import FetchRules
@@ -55,6 +56,7 @@ def run(settings: EncodeSettings, *, engine_module: str = ENGINE_MODULE) -> int:
     try:
         folder = find_checkpoint(settings.model)
         transport = _transport(settings)
+        check_memory(_memory(settings), times=settings.data_parallel_size)
         listener = bind_socket(settings.host, settings.port)
     except StartFailed as error:
         return _failed(str(error))
@@ -80,6 +82,17 @@ def _transport(settings: EncodeSettings) -> str:
         settings.mooncake_protocol, settings.mooncake_devices, settings.engine_environment
     )
     return settings.ec_connector if is_folder else transport
+
+
+def _memory(settings: EncodeSettings) -> list[tuple[str, int]]:
+    """Return what each engine takes of the host's memory, by flag."""
+    wanted = [("--cache-dram-bytes", settings.cache_dram_bytes)]
+    if settings.arena == "host":
+        wanted.insert(0, ("--cache-bytes", settings.cache_bytes))
+    if settings.mooncake_store is not None:
+        wanted.append(("--mooncake-store-segment-bytes", settings.mooncake_store_segment_bytes))
+        wanted.append(("--mooncake-store-buffer-bytes", settings.mooncake_store_buffer_bytes))
+    return wanted
 
 
 def _failed(reason: str) -> int:

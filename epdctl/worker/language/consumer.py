@@ -32,7 +32,7 @@ class EcConsumer:
         try:
             memory = HostMemory(end.buffer_bytes)
             engine.register(memory.address, memory.nbytes)
-        except (OSError, TransferSetupFailed) as error:
+        except (OSError, OverflowError, TransferSetupFailed) as error:
             raise StartFailed(f"--ec-buffer-bytes {end.buffer_bytes}: {error}") from error
         receiver = Receiver(
             ReceiverSettings(

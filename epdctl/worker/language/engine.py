@@ -50,7 +50,7 @@ class LanguageEngine:
         settings = self._settings
         on_thread = asyncio.get_running_loop().run_in_executor
         checkpoint, model = await on_thread(self._thread, self._load)
-        pool = KvPool(checkpoint.spec, settings.kv_bytes, model.device)
+        pool = self._new_pool(checkpoint, model)
         await on_thread(self._thread, run_once, model, pool, checkpoint.spec)
         events = ImportEvents(
             done=self._landed,
@@ -78,6 +78,15 @@ class LanguageEngine:
             failed=self._fail,
             give_up=self._exchange.give_up,
         )
+
+    def _new_pool(self, checkpoint: Checkpoint, model: LanguageModel) -> KvPool:
+        nbytes = self._settings.kv_bytes
+        try:
+            return KvPool(checkpoint.spec, nbytes, model.device)
+        except (RuntimeError, OverflowError, TypeError) as error:  # what torch raises for too much
+            raise StartFailed(
+                f"--kv-bytes {nbytes}: {model.device} does not give that much memory"
+            ) from error
 
     def _load(self) -> tuple[Checkpoint, LanguageModel]:
         torch.set_num_threads(self._settings.threads)

@@ -29,6 +29,7 @@ from epdctl.metrics import WorkerMetrics
 from epdctl.worker.announce import Announcement, NoAddress, SelfRegistration, advertised_url
 from epdctl.worker.claim import claim_addresses
 from epdctl.worker.engine import StartFailed
+from epdctl.worker.free_memory import check_memory
 from epdctl.worker.language.api import add_language_routes
 from epdctl.worker.language.checkpoint import UnsupportedCheckpoint, declared_max_positions, find_checkpoint
 from epdctl.worker.language.front import LanguageFront
@@ -86,6 +87,7 @@ def _run(settings: LanguageSettings, role: Role) -> int:
         transport = check_transport(
             settings.mooncake_protocol, settings.mooncake_devices, settings.engine_environment
         )
+        check_memory(_memory(settings), times=settings.data_parallel_size)
         place = _find_place(settings)
     except StartFailed as error:
         return _failed(prog, str(error))
@@ -107,6 +109,16 @@ def _run(settings: LanguageSettings, role: Role) -> int:
         for claim in claims:
             held.enter_context(claim)
         return leave(uvloop.run(_serve(settings, role, place, transport)))
+
+
+def _memory(settings: LanguageSettings) -> list[tuple[str, int]]:
+    """Return what each replica takes of the host's memory, by flag."""
+    wanted = (
+        [("--ec-buffer-bytes", settings.ec_buffer_bytes)] if isinstance(settings, EcConsumerSettings) else []
+    )
+    if settings.device.partition(":")[0] == "cpu":
+        wanted.insert(0, ("--kv-bytes", settings.kv_bytes))
+    return wanted
 
 
 def _failed(prog: str, reason: str) -> int:
