@@ -6,9 +6,10 @@ Rules of this file:
 - Before the first write, and after a failure, a session is probed: a write to a hung peer that was never
   contacted blocks the whole engine for 60 s. A failed session is probed at most once in `RETRY_S`.
 - When a write fails, everything queued for its session fails with it, at once.
-- A write takes a fourth of what is queued for its session, between `CHUNK_BYTES` and `LONGEST_BYTES`: large
-  pieces are cut to that, and neighbours (adjacent at both ends) merged up to it and `MERGED_BYTES`.
-  Four lanes of 1 MB drain in a millisecond, in which the polling thread may not have been let look once.
+- A write takes its share, over the free lanes, of what is queued for its session: large pieces are cut, and
+  neighbours (adjacent at both ends) merged. When more is queued than the lanes take, writes have the greatest
+  length, and those that start together a fourth, half and three fourths of it: lanes of one length end
+  together, and the transport is idle until the polling thread is let look, milliseconds on a busy machine.
 - A job is settled when the engine reads none of its bytes any more, which may be long after it has failed.
 
 No engine, no clock, no threads here: `now` (seconds) is handed in. Numbers are from measurements of
@@ -17,14 +18,18 @@ mooncake-transfer-engine 0.3.13 on TCP.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-CHUNK_BYTES, LONGEST_BYTES = 2**20, 2**24
-MERGED_BYTES = 2**22
-"""Items that are merged end together: more would make the first of them wait too long."""
+CHUNK_BYTES = 2**20
+"""The shortest that a write is cut to: the transport's best figures are with four of these in flight."""
+LONGEST_BYTES = 2**24
+"""The greatest length of a write of one large item."""
+MERGED_BYTES = 2**23
+"""The greatest length of other writes. Merged items end together: the first of them waits for the last."""
 LANES = 4
 RETRY_S = 1.0
 MAX_SESSIONS = 1024
@@ -79,7 +84,11 @@ class _Session:
         """The most bytes that the next write takes."""
         if not self.proven:
             return CHUNK_BYTES
-        return min(LONGEST_BYTES, max(CHUNK_BYTES, self.queued_bytes // LANES))
+        most = LONGEST_BYTES if self.queue[0][1].nbytes > MERGED_BYTES else MERGED_BYTES
+        share = _whole_chunks(self.queued_bytes / (LANES - self.in_flight))
+        if share <= most:
+            return share
+        return _whole_chunks(most * (self.in_flight + 1) / LANES)
 
     @property
     def is_idle(self) -> bool:
@@ -186,6 +195,7 @@ class Lanes:
             del self._sessions[name]
 
     def _next(self, name: str, peer: _Session) -> Submission:
+        # Lanes of one length would end together, and leave the transport idle until somebody looks.
         longest = peer.longest
         merged = min(longest, MERGED_BYTES)
         job, piece = peer.queue.popleft()
@@ -231,6 +241,10 @@ class Lanes:
             return []
         del self._jobs[number]
         return [JobUpdate(number, failed=job.failed, settled=True)]
+
+
+def _whole_chunks(nbytes: float) -> int:
+    return max(1, math.ceil(nbytes / CHUNK_BYTES)) * CHUNK_BYTES
 
 
 def _cut(piece: Piece, at: int) -> tuple[Piece, Piece]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 
 from epdctl.worker.transfer.lanes import (
@@ -121,20 +123,45 @@ class TestLanes:
         assert [piece.source - 100 for piece in pieces] == [piece.destination - 5000 for piece in pieces]
 
     def test_writes_grow_with_what_is_queued(self) -> None:
-        """Much that is queued goes in few long writes, each byte once, and the last ones share the lanes."""
+        """Much that is queued goes in few long writes, each byte once; the last one takes what is left."""
         lanes = opened("s")
         lanes.add("s", 1, [Piece(100, 5000, 80 * CHUNK_BYTES)])
+        flying: deque[Submission] = deque()
         lengths = []
         while due := lanes.due():
             for submission in due:
                 assert submission.piece.source - 100 == sum(lengths) == submission.piece.destination - 5000
                 lengths.append(submission.piece.nbytes)
-                lanes.ended(submission, True, 0)
+                flying.append(submission)
+            lanes.ended(flying.popleft(), True, 0)
 
-        assert lengths[0] == LONGEST_BYTES
         assert sum(lengths) == 80 * CHUNK_BYTES
-        assert all(length <= LONGEST_BYTES for length in lengths)
-        assert lengths[-2] == CHUNK_BYTES
+        assert max(lengths) == LONGEST_BYTES
+        assert len(lengths) == 7
+
+    @pytest.mark.parametrize(
+        ("piece", "greatest"), [(CHUNK_BYTES, MERGED_BYTES), (64 * CHUNK_BYTES, LONGEST_BYTES)]
+    )
+    def test_writes_that_start_together_do_not_end_together(self, piece: int, greatest: int) -> None:
+        """With much queued the four have four lengths; each that follows another has the greatest."""
+        lanes = opened("s")
+        for number in range(128 * CHUNK_BYTES // piece):
+            lanes.add("s", number, [Piece(number * piece, number * piece, piece)])
+        together = lanes.due()
+        lanes.ended(together[0], True, 0)
+
+        fourth = greatest // 4
+        assert [fourth, 2 * fourth, 3 * fourth, greatest] == [write.piece.nbytes for write in together]
+        assert [greatest] == [write.piece.nbytes for write in lanes.due()]
+
+    def test_what_the_lanes_take_goes_at_once(self) -> None:
+        """When the rest fits into the free lanes nothing of it waits for the next look at them."""
+        lanes = opened("s")
+        for number in range(20):
+            lanes.add("s", number, [Piece(number * CHUNK_BYTES, number * CHUNK_BYTES, CHUNK_BYTES)])
+
+        assert [submission.piece.nbytes for submission in lanes.due()] == [5 * CHUNK_BYTES] * LANES
+        assert lanes.due() == []
 
     def test_neighbours_do_not_wait_for_each_other_too_long(self) -> None:
         """However much is queued, what is merged stays within its own bound."""
@@ -142,7 +169,7 @@ class TestLanes:
         for number in range(64):
             lanes.add("s", number, [Piece(number * CHUNK_BYTES, number * CHUNK_BYTES, CHUNK_BYTES)])
 
-        assert [submission.piece.nbytes for submission in lanes.due()] == [MERGED_BYTES] * LANES
+        assert max(submission.piece.nbytes for submission in lanes.due()) == MERGED_BYTES
 
     def test_the_first_write_to_a_session_is_short(self) -> None:
         """What a session does with its first write is not known yet, so not much goes into it."""
