@@ -45,7 +45,10 @@ async def _obey(receiver: Receiver) -> None:
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         wanted = json.loads(line)
         items, spec = int(wanted["items"]), TensorSpec(tuple(wanted["shape"]), wanted["dtype"])
-        takes = [_take(receiver, f"{wanted['prefix']}{number}", spec) for number in range(items)]
+        names = [f"{wanted['prefix']}{number}" for number in range(items)]
+        takes = [asyncio.create_task(_take(receiver, name, spec)) for name in names]
+        while receiver.stats().waiting < items:  # noqa: ASYNC110 - a few turns of the loop
+            await asyncio.sleep(0)
         _say({"waiting": items})
         await asyncio.gather(*takes)
         _say({"taken": items})
