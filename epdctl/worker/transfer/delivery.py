@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 from epdctl.ec.client import ConsumerSilent
 from epdctl.errors import (
@@ -18,6 +17,7 @@ from epdctl.errors import (
     EpdError,
     ShuttingDown,
     TransferFailed,
+    UpstreamProtocol,
     UpstreamTimeout,
 )
 from epdctl.worker.transfer.links import ConsumerLink, RankLink
@@ -33,6 +33,7 @@ from epdctl.worker.transfer.push_steps import Failure, Finish
 from epdctl.worker.transfer.rank_push import RankPush, Surroundings
 
 DISCOVERY_ATTEMPTS = 2
+_STRONGEST_FIRST = (TransferOutcome.DELIVERED, TransferOutcome.CANCELLED, TransferOutcome.CACHED)
 
 
 class Delivery:
@@ -61,11 +62,8 @@ class Delivery:
         self._unfreed = 0
         self._source: PushSource | None = None
         self._discovery: asyncio.Task[None] | None = None
-        known = consumer.known_ranks()
-        if known is None:
-            self._discovery = self._loop.create_task(self._discover())
-        else:
-            self._start(known)
+        self._has_begun = False
+        consumer.turns.add(self._begin)
 
     async def push(self, source: PushSource) -> PushResult:
         """Deliver the bytes; see `ports.Delivery.push`."""
@@ -89,16 +87,16 @@ class Delivery:
         for rank in self._ranks:
             rank.abort()
 
-    def tasks(self) -> set[asyncio.Future[Any]]:
-        """Return the exchanges that are under way."""
-        tasks = {task for rank in self._ranks for task in rank.tasks}
-        if self._discovery is not None and not self._discovery.done():
-            tasks.add(self._discovery)
-        return tasks
+    @property
+    def is_asking(self) -> bool:
+        """Whether an answer of the consumer is waited for."""
+        is_discovering = self._discovery is not None and not self._discovery.done()
+        return is_discovering or any(rank.is_asking for rank in self._ranks)
 
     async def stop(self) -> None:
         """Drop everything under way, for a sender that closes."""
         self._conclude(ShuttingDown("this worker is shutting down"))
+        self._begin()
         for rank in self._ranks:
             rank.stop()
         if self._discovery is not None:
@@ -106,6 +104,18 @@ class Delivery:
             await asyncio.gather(self._discovery, return_exceptions=True)
         if not self._ranks and self._source is not None:
             self._free()
+
+    def _begin(self) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        known = self._consumer.known_ranks()
+        if self._result is not None:
+            self._fail_undiscovered(TransferFailed("the transfer was given up"))
+        elif known is None:
+            self._discovery = self._loop.create_task(self._discover())
+        else:
+            self._start(known)
 
     async def _discover(self) -> None:
         try:
@@ -117,9 +127,6 @@ class Delivery:
             self._fail_undiscovered(TransferFailed("the transfer was given up"))
             return
         self._start(links)
-        if self._source is not None:
-            for rank in self._ranks:
-                rank.give_source(self._source)
 
     def _start(self, links: list[RankLink]) -> None:
         self._ranks = [
@@ -138,13 +145,15 @@ class Delivery:
         self._open = self._unfreed = len(self._ranks)
         for rank in self._ranks:
             rank.start()
+            if self._source is not None:
+                rank.give_source(self._source)
 
     def _give(self, source: PushSource) -> None:
         self._source = source
         if self._ranks:
             for rank in self._ranks:
                 rank.give_source(source)
-        elif self._discovery is None or self._discovery.done():
+        elif self._has_begun and (self._discovery is None or self._discovery.done()):
             self._free()
 
     async def _find_ranks(self) -> list[RankLink]:
@@ -187,11 +196,10 @@ class Delivery:
             self._item.on_answer()
 
     def _joined(self) -> PushResult:
-        outcomes = {finish.outcome for finish in self._finished.values()}
-        order = (TransferOutcome.DELIVERED, TransferOutcome.CANCELLED, TransferOutcome.CACHED)
+        outcomes = [finish.outcome for finish in self._finished.values()]
         return PushResult(
             transfer_id=self._ranks[0].transfer_id,
-            outcome=next(outcome for outcome in order if outcome in outcomes),
+            outcome=next(outcome for outcome in _STRONGEST_FIRST if outcome in outcomes),
             nbytes_written=sum(rank.bytes_written for rank in self._ranks),
             seconds=self._loop.time() - self._started_at,
         )
@@ -225,6 +233,8 @@ def _error(finish: Finish) -> EpdError:
     match finish.failure:
         case Failure.UNAVAILABLE:
             return ConsumerUnavailable("the EC consumer did not answer in time")
+        case Failure.GARBLED:
+            return UpstreamProtocol("the EC consumer's answers are not in the protocol")
         case Failure.FULL:
             return ConsumerFull("the EC consumer has no room for the embedding", retry_after_s=1)
         case Failure.TIMEOUT:

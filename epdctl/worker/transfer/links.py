@@ -8,92 +8,22 @@ exchange was lost or its Mooncake session changed. Nothing is retried here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import zmq.asyncio
 
 from epdctl.ec.client import ControlClient
 from epdctl.ec.protocol import CompleteItem, CompleteResult, Refusal, Reservation, ReserveItem, TransferStatus
 from epdctl.errors import EpdError
+from epdctl.worker.transfer.batching import Batched
 from epdctl.worker.transfer.push_steps import Cancel
 from epdctl.worker.transfer.suspicion import Suspicion
+from epdctl.worker.transfer.turns import Turns
 
-FIRST_BATCH, MAX_BATCH = 8, 64
-MAX_WAIT_S = 0.02
-
-I = TypeVar("I")  # noqa: E741 - an item that is asked for
 A = TypeVar("A")
-
-
-class Batched(Generic[I, A]):
-    """Gathers what is asked for while a message is under way, and asks for it together in the next one.
-
-    The first message of a burst is small, so that its items get going while the rest is asked for. What has
-    waited for `MAX_WAIT_S` is asked for whatever is under way: an answer that does not come delays nobody.
-    """
-
-    def __init__(self, ask_many: Callable[[Sequence[I]], Awaitable[Sequence[A]]]) -> None:
-        self._ask_many = ask_many
-        self._queue: list[tuple[I, asyncio.Future[A]]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def ask(self, item: I) -> asyncio.Future[A]:
-        """Return the future answer for `item`; it fails with what its batch failed with."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[A] = loop.create_future()
-        if not self._queue:
-            loop.call_soon(self._flush)
-        self._queue.append((item, answer))
-        return answer
-
-    def close(self) -> None:
-        """Drop what is under way."""
-        self._stop_timer()
-        for task in self._tasks:
-            task.cancel()
-
-    def _flush(self) -> None:
-        if self._queue and not self._tasks:
-            self._send_next(FIRST_BATCH)
-        if self._queue and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(MAX_WAIT_S, self._flush_all)
-
-    def _flush_all(self) -> None:
-        self._timer = None
-        while self._queue:
-            self._send_next(MAX_BATCH)
-
-    def _send_next(self, size: int) -> None:
-        batch, self._queue = self._queue[:size], self._queue[size:]
-        if not self._queue:
-            self._stop_timer()
-        task = asyncio.create_task(self._send(batch))
-        self._tasks.add(task)
-        task.add_done_callback(self._sent)
-
-    def _sent(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if self._queue and not self._tasks:
-            self._send_next(MAX_BATCH)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    async def _send(self, batch: list[tuple[I, asyncio.Future[A]]]) -> None:
-        try:
-            answers = await self._ask_many([item for item, _ in batch])
-        except EpdError as error:
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(error)
-            return
-        for (_, future), answer in zip(batch, answers, strict=True):
-            if not future.done():
-                future.set_result(answer)
+FIRST_RESERVES = 8
+"""The first message of a burst is small, so that its items get going while the rest is asked for."""
 
 
 class RankLink:
@@ -101,18 +31,20 @@ class RankLink:
 
     def __init__(self, client: ControlClient) -> None:
         self._client = client
-        self._reserve = Batched(self._reserve_many)
+        self._reserve = Batched(self._reserve_many, first=FIRST_RESERVES)
         self._complete = Batched(self._complete_many)
         self.session: str | None = None
         self.heard_at = float("-inf")
 
-    def reserve(self, item: ReserveItem) -> asyncio.Future[Reservation | Refusal]:
+    def reserve(
+        self, item: ReserveItem, answered: Callable[[Reservation | Refusal | EpdError], None]
+    ) -> None:
         """Ask for the space of one item."""
-        return self._reserve.ask(item)
+        self._reserve.ask(item, answered)
 
-    def complete(self, item: CompleteItem) -> asyncio.Future[CompleteResult]:
+    def complete(self, item: CompleteItem, answered: Callable[[CompleteResult | EpdError], None]) -> None:
         """Publish one finished write."""
-        return self._complete.ask(item)
+        self._complete.ask(item, answered)
 
     async def cancel(self, cancel: Cancel) -> bool:
         """Give one reservation up."""
@@ -166,6 +98,7 @@ class ConsumerLink:
         self._asking: asyncio.Task[list[int]] | None = None
         self.pending = 0
         self.suspicion = Suspicion()
+        self.turns = Turns()
 
     async def ranks(self) -> list[RankLink]:
         """Return the links to all ranks; raise ConsumerUnavailable or UpstreamProtocol."""
@@ -196,6 +129,7 @@ class ConsumerLink:
 
     async def close(self) -> None:
         """Close all sockets."""
+        self.turns.close()
         if self._asking is not None:
             self._asking.cancel()
         for rank in self._ranks.values():
@@ -212,7 +146,8 @@ class ConsumerLink:
     def _rank(self, port: int) -> RankLink:
         if port not in self._ranks:
             address = str(self._client.address.with_port(port))
-            self._ranks[port] = RankLink(ControlClient(address, self._timeout_s, context=self._context))
+            client = ControlClient(address, self._timeout_s, context=self._context)
+            self._ranks[port] = RankLink(client)
         return self._ranks[port]
 
 

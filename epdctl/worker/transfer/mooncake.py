@@ -3,18 +3,20 @@
     engine = TransferEngine(host="10.0.0.5", protocol="tcp")     # inside the loop, after any fork
     engine.session                                               # "host:port", what peers write to
     engine.register(address, nbytes)
-    write = engine.submit(session, pieces)                       # from the event loop
-    write.outcome   # future: True when every byte is at the peer, False as soon as one piece failed
-    write.settled   # future: the engine reads the source no more
-    engine.withdraw(write)                                       # what is not in flight yet, will not be
+    job = engine.submit(session, pieces, on_news)                # from the event loop
+    engine.withdraw(job)                                         # what is not in flight yet, will not be
+    await engine.write(session, pieces, deadline_s=…, on_settled=…)   # the same, for one who waits
     await engine.close()
+
+`on_news(failed, settled)` is called on the loop: as soon as one piece failed, and when the engine reads the
+source no more, at the latest when it closes; (False, True) says that every byte is at the peer.
 
 `MC_*` variables are set before (`environment.mooncake_environment`).
 
 Rules of this file: the only one that imports Mooncake. Transfers are submitted and polled by one thread
 (`writer`): sync calls spin a core each, and timers of an event loop are too coarse. Nothing is called on an
-engine that is not initialised (that is a segmentation fault), nor in a forked child (it hangs). `await` a
-`Write`'s futures by `asyncio.wait`, which does not cancel them.
+engine that is not initialised (that is a segmentation fault), nor in a forked child (it hangs). News are
+calls and no futures: a future costs two turns of the loop, and a worker under load has thousands a second.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
+
+import structlog
 
 from epdctl.errors import TransferFailed, UpstreamTimeout
 from epdctl.worker.transfer.lanes import JobUpdate, Piece
@@ -80,14 +84,8 @@ _REGISTRATION_CODES = {
 }
 
 
-@dataclass(slots=True, eq=False)
-class Write:
-    """One write; see the head of this file. Both futures end, at the latest when the engine closes."""
-
-    job: int
-    nbytes: int
-    outcome: asyncio.Future[bool]
-    settled: asyncio.Future[None]
+OnNews = Callable[[bool, bool], None]
+"""Takes `failed` and `settled` of a write; see the head of this file."""
 
 
 def load_engine() -> Any:
@@ -123,7 +121,8 @@ class TransferEngine:
         self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
-        self._writes: dict[int, Write] = {}
+        self._log = structlog.get_logger()
+        self._writes: dict[int, OnNews] = {}
         self._writer = Writer(engine, self._post)
         bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
         self.session = f"{bracketed}:{engine.get_rpc_port()}"
@@ -141,25 +140,18 @@ class TransferEngine:
         """Forget a registered range. This is no fence: bytes under way still land."""
         self._require().batch_unregister_memory([address])
 
-    def submit(self, session: str, pieces: Sequence[Piece]) -> Write:
-        """Queue one write; called on the event loop."""
+    def submit(self, session: str, pieces: Sequence[Piece], on_news: OnNews) -> int:
+        """Queue one write and return its number; called on the event loop."""
         self._require()
-        write = Write(
-            job=next(self._numbers),
-            nbytes=sum(piece.nbytes for piece in pieces),
-            outcome=self._loop.create_future(),
-            settled=self._loop.create_future(),
-        )
-        self._writes[write.job] = write
-        self._writer.tell(Add(session, write.job, tuple(pieces)))
-        return write
+        job = next(self._numbers)
+        self._writes[job] = on_news
+        self._writer.tell(Add(session, job, tuple(pieces)))
+        return job
 
-    def withdraw(self, write: Write) -> None:
-        """Give a write up: its outcome is False at once, it settles when nothing of it is in flight."""
-        if not write.outcome.done():
-            write.outcome.set_result(False)
-        if write.job in self._writes:
-            self._writer.tell(Withdraw(write.job))
+    def withdraw(self, job: int) -> None:
+        """Give a write up: what of it is in flight ends by itself."""
+        if job in self._writes:
+            self._writer.tell(Withdraw(job))
 
     async def write(
         self,
@@ -174,16 +166,23 @@ class TransferEngine:
         Raises TransferFailed or UpstreamTimeout; `on_settled` is called once, on the loop and possibly later,
         when the source is not read any more. Cancelling withdraws what is not in flight yet.
         """
-        write = self.submit(session, pieces)
-        write.settled.add_done_callback(lambda _: on_settled())
+        outcome: asyncio.Future[bool] = self._loop.create_future()
+
+        def take(failed: bool, settled: bool) -> None:
+            if not outcome.done():
+                outcome.set_result(not failed)
+            if settled:
+                on_settled()
+
+        job = self.submit(session, pieces, take)
         try:
-            await asyncio.wait({write.outcome}, timeout=deadline_s)
-            if not write.outcome.done():
+            await asyncio.wait({outcome}, timeout=deadline_s)
+            if not outcome.done():
                 raise UpstreamTimeout("the transfer did not end in time")
-            if not write.outcome.result():
+            if not outcome.result():
                 raise TransferFailed("the transfer engine reported a failed write")
         finally:
-            self.withdraw(write)
+            self.withdraw(job)
 
     async def close(self) -> None:
         """Stop writing and listening: the only fence against late writes into our memory (about 1 s)."""
@@ -192,8 +191,8 @@ class TransferEngine:
         held = [self._engine]
         self._engine = None
         await asyncio.to_thread(self._shut, held)
-        for write in list(self._writes.values()):
-            self._update(JobUpdate(write.job, failed=True, settled=True))
+        for job in list(self._writes):
+            self._update(JobUpdate(job, failed=True, settled=True))
 
     def _shut(self, held: list[Any]) -> None:
         self._writer.stop()
@@ -220,12 +219,11 @@ class TransferEngine:
             self._update(update)
 
     def _update(self, update: JobUpdate) -> None:
-        write = self._writes.get(update.job)
-        if write is None:
+        job = update.job
+        on_news = self._writes.pop(job, None) if update.settled else self._writes.get(job)
+        if on_news is None:
             return
-        if not write.outcome.done() and (update.failed or update.settled):
-            write.outcome.set_result(not update.failed)
-        if update.settled:
-            del self._writes[update.job]
-            if not write.settled.done():
-                write.settled.set_result(None)
+        try:
+            on_news(update.failed, update.settled)
+        except Exception:  # noqa: BLE001 - the news of the other writes come behind this one
+            self._log.exception("mooncake_news_failed", job=job)

@@ -79,10 +79,13 @@ class Push:
     @property
     def due_at(self) -> float | None:
         """When `tick` has something to do, or None."""
+        due = self._step_at
         if self.phase is Phase.ENDED:
-            return self._step_at
-        times = (self._step_at, self._deadline, self._write_deadline)
-        return min((time for time in times if time is not None), default=None)
+            return due
+        for time in (self._deadline, self._write_deadline):
+            if time is not None and (due is None or time < due):
+                due = time
+        return due
 
     @property
     def is_over(self) -> bool:
@@ -166,8 +169,8 @@ class Push:
                 self._cancelled(asked, answer, now)
         return self._take()
 
-    def lost(self, asked: Exchange, now: float) -> list[Action]:
-        """No answer came, or none that is in the protocol: whether the consumer did it is unknown."""
+    def lost(self, asked: Exchange, now: float, *, garbled: bool = False) -> list[Action]:
+        """No answer came, or (`garbled`) none that is in the protocol: whether it was done is unknown."""
         if asked is not self.asked:
             return []
         self.asked = None
@@ -177,7 +180,7 @@ class Push:
         elif self.phase is Phase.ENDED:
             self._clean_up()
         elif self._attempts >= self._policy.control_attempts:
-            self._fail(Failure.UNAVAILABLE)
+            self._fail(Failure.GARBLED if garbled else Failure.UNAVAILABLE)
         elif isinstance(asked, Reserve):
             self._renew(refresh=False)
         elif isinstance(asked, Complete):

@@ -80,6 +80,7 @@ class Failure(StrEnum):
     """Why a push failed."""
 
     UNAVAILABLE = "unavailable"
+    GARBLED = "garbled"
     FULL = "full"
     REFUSED = "refused"
     WRITE_FAILED = "write_failed"

@@ -1,27 +1,24 @@
 """Carries out one push to one rank: does what `push.Push` wants done, and reports back what came of it.
 
-Rules of this file: order of steps only. Everything runs on one event loop; each exchange is a task, owned
-and ended here. Nothing is written to a consumer that was not heard of lately.
+Rules of this file: order of steps only. Everything runs on one event loop; what is asked for alone is a task,
+owned and ended here. Nothing is written to a consumer that was not heard of lately.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import structlog
-
 from epdctl.domain import TransferId
 from epdctl.ec.client import ConsumerSilent
 from epdctl.ec.protocol import CompleteItem, Refusal, Reservation, ReserveItem
-from epdctl.errors import ConsumerUnavailable, UpstreamProtocol
+from epdctl.errors import ConsumerUnavailable, EpdError, UpstreamProtocol
 from epdctl.worker.transfer.lanes import Piece
 from epdctl.worker.transfer.links import ConsumerLink, RankLink
-from epdctl.worker.transfer.mooncake import TransferSetupFailed
-from epdctl.worker.transfer.mooncake import Write as EngineWrite
+from epdctl.worker.transfer.mooncake import OnNews, TransferSetupFailed
 from epdctl.worker.transfer.ports import (
     PushAnnouncement,
     PushSource,
@@ -55,11 +52,11 @@ SPARE_IDS = 2
 class WriteEngine(Protocol):
     """What a push needs of the transfer engine."""
 
-    def submit(self, session: str, pieces: Sequence[Piece]) -> EngineWrite:
-        """Queue one write."""
+    def submit(self, session: str, pieces: Sequence[Piece], on_news: OnNews) -> int:
+        """Queue one write; `on_news` is called in a later turn of the loop."""
         ...
 
-    def withdraw(self, write: EngineWrite) -> None:
+    def withdraw(self, job: int) -> None:
         """Give a write up."""
         ...
 
@@ -72,6 +69,7 @@ class Surroundings:
     policy: PushPolicy
     observe: RecordSink
     new_id: Callable[[], TransferId]
+    log: Any
 
 
 class RankPush:
@@ -103,10 +101,11 @@ class RankPush:
             policy=around.policy,
         )
         self._source: PushSource | None = None
-        self._write: EngineWrite | None = None
+        self._write: int | None = None
+        self._is_writing = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self.tasks: set[asyncio.Future[Any]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._started_at = self._loop.time()
         self._over = False
         self.has_answer = False
@@ -114,7 +113,6 @@ class RankPush:
         self.is_silent = True
         """Whether the consumer, as far as it was asked, only kept silent."""
         self._stopped = False
-        self._log = structlog.get_logger()
 
     @property
     def transfer_id(self) -> TransferId:
@@ -125,6 +123,11 @@ class RankPush:
     def bytes_written(self) -> int:
         """What Mooncake has moved."""
         return self._push.bytes_written
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether an answer of the consumer is waited for."""
+        return not self._stopped and (self._push.asked is not None or bool(self._tasks))
 
     def start(self) -> None:
         """Begin to reserve."""
@@ -144,7 +147,7 @@ class RankPush:
         self._stopped = True
         if self._timer is not None:
             self._timer.cancel()
-        for task in self.tasks:
+        for task in self._tasks:
             task.cancel()
 
     def _do(self, actions: list[Action]) -> None:
@@ -157,15 +160,15 @@ class RankPush:
                 case _ if self._stopped:
                     continue
                 case Reserve():
-                    self._ask(action, self._rank.reserve(self._to_reserve(action)))
-                case Complete():
-                    self._ask(action, self._rank.complete(self._to_complete(action)))
-                case Poll():
-                    self._ask(action, self._loop.create_task(self._rank.status(action.transfer_id)))
-                case Cancel():
-                    self._ask(action, self._loop.create_task(self._rank.cancel(action)))
+                    self._rank.reserve(self._to_reserve(action), partial(self._answered, action))
                 case Write():
                     self._start_write(action)
+                case Complete():
+                    self._rank.complete(self._to_complete(action), partial(self._answered, action))
+                case Poll():
+                    self._ask(action, self._rank.status(action.transfer_id))
+                case Cancel():
+                    self._ask(action, self._rank.cancel(action))
                 case Withdraw():
                     if self._write is not None:
                         self._around.engine.withdraw(self._write)
@@ -174,21 +177,17 @@ class RankPush:
             self._over = True
             self._on_over()
 
-    def _track(self, work: asyncio.Future[Any]) -> None:
-        self.tasks.add(work)
-        work.add_done_callback(self.tasks.discard)
-
     def _set_timer(self) -> None:
         due = None if self._stopped else self._push.due_at
         if self._timer is not None:
-            # One that fires too early is set again then: cheaper than a new one for each step.
             if due is not None and self._timer_at <= due:
                 return
             self._timer.cancel()
             self._timer = None
         if due is not None:
-            self._timer_at = due
-            self._timer = self._loop.call_at(due, self._tick)
+            # One that fires too early is set again then: cheaper than a new one for each step.
+            self._timer_at = min(due, self._loop.time() + self._around.policy.write_base_s)
+            self._timer = self._loop.call_at(self._timer_at, self._tick)
 
     def _tick(self) -> None:
         # The loop may call a little early: the push does nothing then, and the timer is set again.
@@ -205,32 +204,41 @@ class RankPush:
         self._around.observe(record)
         self._on_finish(self, finish)
 
-    def _ask(self, asked: Exchange, answer: asyncio.Future[Any]) -> None:
-        # No task each: a push has two exchanges, and a task costs more than all that is decided in it.
-        self.tasks.add(answer)
-        answer.add_done_callback(partial(self._answered, asked))
+    def _track(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    def _answered(self, asked: Exchange, future: asyncio.Future[Any]) -> None:
-        self.tasks.discard(future)
-        if future.cancelled():
+    def _ask(self, asked: Exchange, question: Coroutine[Any, Any, Answer]) -> None:
+        async def ask() -> None:
+            try:
+                answer: Answer | EpdError = await question
+            except EpdError as error:
+                answer = error
+            self._answered(asked, answer)
+
+        self._track(ask())
+
+    def _answered(self, asked: Exchange, answer: Answer | EpdError) -> None:
+        if self._stopped:
             return
-        error = future.exception()
         now = self._loop.time()
-        if error is None:
-            answer: Answer = future.result()
-            if isinstance(answer, Reservation) and answer.dst_session:
-                self._consumer.saw_session(self._rank, answer.dst_session)
-            if isinstance(answer, Reservation | Refusal):
-                self._heard()
-            self._do(self._push.answered(asked, answer, now))
-        elif isinstance(error, ConsumerUnavailable | UpstreamProtocol):
+        if isinstance(answer, EpdError):
             self._consumer.forget_ranks()
-            self.is_silent &= isinstance(error, ConsumerSilent)
+            self.is_silent &= isinstance(answer, ConsumerSilent)
             op = type(asked).__name__.lower()
-            self._log.info("ec_exchange_lost", op=op, transfer_id=self.transfer_id, error=error.message)
-            self._do(self._push.lost(asked, now))
-        else:
-            raise error
+            self._around.log.info(
+                "ec_exchange_lost", op=op, transfer_id=self.transfer_id, error=answer.message
+            )
+            self._do(self._push.lost(asked, now, garbled=isinstance(answer, UpstreamProtocol)))
+            return
+        if isinstance(answer, Reservation):
+            if answer.dst_session:
+                self._consumer.saw_session(self._rank, answer.dst_session)
+            self._heard()
+        elif isinstance(answer, Refusal):
+            self._heard()
+        self._do(self._push.answered(asked, answer, now))
 
     def _heard(self) -> None:
         # Only this counts as a sign of life: a consumer that names its ranks and reserves nothing has none.
@@ -254,7 +262,7 @@ class RankPush:
 
     def _start_write(self, wanted: Write) -> None:
         if self._loop.time() - self._rank.heard_at > FRESH_S:
-            self._track(self._loop.create_task(self._greet_and_write(wanted)))
+            self._track(self._greet_and_write(wanted))
         elif not self._submit(wanted):
             self._loop.call_soon(self._not_written)
 
@@ -275,20 +283,22 @@ class RankPush:
             return False
         piece = Piece(self._source.address, wanted.destination, self._item.nbytes)
         try:
-            self._write = self._around.engine.submit(wanted.session, [piece])
+            self._write = self._around.engine.submit(wanted.session, (piece,), self._take_news)
         except TransferSetupFailed:
             return False
-        self._write.outcome.add_done_callback(self._written)
-        self._write.settled.add_done_callback(self._settled)
+        self._is_writing = True
         return True
 
+    def _take_news(self, failed: bool, settled: bool) -> None:
+        now = self._loop.time()
+        actions: list[Action] = []
+        if self._is_writing:
+            self._is_writing = False
+            actions += self._push.written(not failed, now)
+        if settled:
+            actions += self._push.settled(now)
+        self._do(actions)
+
     def _not_written(self) -> None:
-        self._do(self._push.written(False, self._loop.time()))
-        self._do(self._push.settled(self._loop.time()))
-
-    def _written(self, outcome: asyncio.Future[bool]) -> None:
-        ok = not outcome.cancelled() and outcome.result()
-        self._do(self._push.written(ok, self._loop.time()))
-
-    def _settled(self, _: asyncio.Future[None]) -> None:
-        self._do(self._push.settled(self._loop.time()))
+        now = self._loop.time()
+        self._do(self._push.written(False, now) + self._push.settled(now))

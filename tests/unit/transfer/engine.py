@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from epdctl.worker.transfer.lanes import Piece
-from epdctl.worker.transfer.mooncake import Write
+from epdctl.worker.transfer.mooncake import OnNews
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +17,9 @@ class Started:
 
     session: str
     pieces: tuple[Piece, ...]
-    write: Write
+    job: int
+    on_news: OnNews
+    failed: bool = False
 
     def copy(self) -> None:
         """Let the bytes land."""
@@ -27,15 +28,15 @@ class Started:
 
     def end(self, ok: bool, *, settle: bool = True) -> None:
         """Report the outcome, and that the source is read no more."""
-        if not self.write.outcome.done():
-            self.write.outcome.set_result(ok)
-        if settle:
-            self.settle()
+        self.failed = not ok
+        self._tell(settle)
 
     def settle(self) -> None:
         """Report that the source is read no more."""
-        if not self.write.settled.done():
-            self.write.settled.set_result(None)
+        self._tell(True)
+
+    def _tell(self, settled: bool) -> None:
+        asyncio.get_running_loop().call_soon(self.on_news, self.failed, settled)
 
 
 class MemoryEngine:
@@ -43,24 +44,20 @@ class MemoryEngine:
 
     def __init__(self, on_write: Callable[[Started], None] | None = None) -> None:
         self.started: list[Started] = []
-        self.withdrawn: list[Write] = []
+        self.withdrawn: list[int] = []
         self._on_write = on_write
-        self._numbers = itertools.count(1)
 
-    def submit(self, session: str, pieces: Sequence[Piece]) -> Write:
+    def submit(self, session: str, pieces: Sequence[Piece], on_news: OnNews) -> int:
         """Start a write."""
-        loop = asyncio.get_running_loop()
-        nbytes = sum(piece.nbytes for piece in pieces)
-        write = Write(next(self._numbers), nbytes, loop.create_future(), loop.create_future())
-        started = Started(session, tuple(pieces), write)
+        started = Started(session, tuple(pieces), len(self.started) + 1, on_news)
         self.started.append(started)
         if self._on_write is not None:
             self._on_write(started)
         else:
             started.copy()
             started.end(True)
-        return write
+        return started.job
 
-    def withdraw(self, write: Write) -> None:
+    def withdraw(self, job: int) -> None:
         """Note that the write was given up."""
-        self.withdrawn.append(write)
+        self.withdrawn.append(job)

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -164,7 +165,7 @@ class TestSetup:
         await engine.close()
 
         with pytest.raises(TransferSetupFailed, match="closed"):
-            engine.submit("s:1", ITEM)
+            engine.submit("s:1", ITEM, ignore)
         with pytest.raises(TransferSetupFailed, match="closed"):
             engine.register(4096, 100)
 
@@ -173,8 +174,12 @@ class TestSetup:
         async with engine_of(Library()) as engine:
             monkeypatch.setattr(os, "getpid", lambda: -1)
             with pytest.raises(TransferSetupFailed, match="spawn, never fork"):
-                engine.submit("s:1", ITEM)
+                engine.submit("s:1", ITEM, ignore)
             monkeypatch.undo()
+
+
+def ignore(failed: bool, settled: bool) -> None:
+    """Take news of a write that nobody cares for."""
 
 
 class TestWrites:
@@ -237,28 +242,47 @@ class TestWrites:
     async def test_closing_frees_all_sources(self) -> None:
         """When the engine is gone nothing reads any source, and no caller is left waiting."""
         engine = TransferEngine(host="10.0.0.5", load=lambda: Library(status=lambda batch: 0))
-        write = engine.submit("s:1", ITEM)
+        news: list[tuple[bool, bool]] = []
+        engine.submit("s:1", ITEM, lambda failed, settled: news.append((failed, settled)))
         await wait_until(lambda: engine._writer._running != {}, "the write is under way")
         await engine.close()
 
-        assert write.settled.done()
-        assert not write.outcome.result()
+        assert news == [(True, True)]
 
     async def test_a_failed_write_never_becomes_a_success(self) -> None:
         """While pieces end on one thread and callers give up on another, a failure stays one (hazard 28)."""
         library = Library(status=lambda batch: -1 if batch % 2 else 1)
         two_pieces = [Piece(0, 0, 10), Piece(100, 100, 10)]
         async with engine_of(library) as engine:
-            writes = [engine.submit(f"s:{number}", two_pieces) for number in range(300)]
-            for write in writes[::3]:
-                engine.withdraw(write)
+            news: dict[str, list[tuple[bool, bool]]] = {f"s:{number}": [] for number in range(300)}
+
+            def note(session: str, failed: bool, settled: bool) -> None:
+                news[session].append((failed, settled))
+
+            jobs = [engine.submit(session, two_pieces, partial(note, session)) for session in news]
+            for job in jobs[::3]:
+                engine.withdraw(job)
                 await asyncio.sleep(0)
-            await asyncio.wait({write.settled for write in writes})
+            await wait_until(
+                lambda: all(told and told[-1][1] for told in news.values()), "every source is free"
+            )
 
         failed = {session for session, *_ in library.writes[::2]}
-        outcomes = {f"s:{number}": write.outcome.result() for number, write in enumerate(writes)}
         assert failed
-        assert not any(outcomes[session] for session in failed)
+        assert all(has_failed for session in failed for has_failed, _ in news[session])
+
+    async def test_news_that_cannot_be_taken_stop_no_others(self) -> None:
+        """A callback that raises is logged; the writes behind it are still told of."""
+        settled: list[bool] = []
+
+        def fail(failed: bool, settled: bool) -> None:
+            raise RuntimeError("in the caller")
+
+        async with engine_of(Library()) as engine:
+            engine.submit("s:1", ITEM, fail)
+            await engine.write("s:1", ITEM, deadline_s=5, on_settled=lambda: settled.append(True))
+
+        assert settled == [True]
 
     async def test_an_exception_in_the_library_is_survived(self) -> None:
         """An exception out of Mooncake is logged, and later writes go on."""

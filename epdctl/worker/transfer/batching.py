@@ -1,0 +1,104 @@
+"""Many small questions to one control address, gathered into few messages.
+
+    reserves = Batched(ask_many, first=8)
+    reserves.ask(item, answered)       # answered(answer), or answered(error) with what its batch failed with
+
+Rules of this file: a message costs both ends more than the items in it, so what is asked for while one is
+under way goes into the next. What has waited for `MAX_WAIT_S` is asked for whatever is under way: an answer
+that does not come delays nobody. Answers are calls and no futures, which would cost as much as what is done
+with them; everybody gets one, and one that raises takes nobody with it. Nothing is retried here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+import structlog
+
+from epdctl.errors import ConsumerUnavailable, EpdError
+
+MAX_BATCH = 64
+MAX_WAIT_S = 0.02
+
+I = TypeVar("I")  # noqa: E741 - an item that is asked for
+A = TypeVar("A")
+
+
+class Batched(Generic[I, A]):
+    """Asks for items together; `first` is the most that a message after a pause takes."""
+
+    def __init__(
+        self, ask_many: Callable[[Sequence[I]], Awaitable[Sequence[A]]], *, first: int = MAX_BATCH
+    ) -> None:
+        self._ask_many = ask_many
+        self._first = first
+        self._queue: list[tuple[I, Callable[[A | EpdError], None]]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._looking = False
+        self._overdue: asyncio.TimerHandle | None = None
+        self._sent_at = float("-inf")
+        self._loop = asyncio.get_running_loop()
+        self._log = structlog.get_logger()
+
+    def ask(self, item: I, answered: Callable[[A | EpdError], None]) -> None:
+        """Ask for `item`, and call `answered` with the answer or the error."""
+        self._queue.append((item, answered))
+        if not self._looking and not self._tasks:
+            self._looking = True
+            self._loop.call_soon(self._look)
+        if self._overdue is None:
+            self._overdue = self._loop.call_later(MAX_WAIT_S, self._send_all)
+
+    def close(self) -> None:
+        """Drop what is under way."""
+        self._queue.clear()
+        self._stop_timer()
+        for task in self._tasks:
+            task.cancel()
+
+    def _look(self) -> None:
+        self._looking = False
+        if self._queue and not self._tasks:
+            has_paused = self._loop.time() - self._sent_at > MAX_WAIT_S
+            self._send_next(self._first if has_paused else MAX_BATCH)
+
+    def _send_all(self) -> None:
+        self._overdue = None
+        while self._queue:
+            self._send_next(MAX_BATCH)
+
+    def _send_next(self, size: int) -> None:
+        batch, self._queue = self._queue[:size], self._queue[size:]
+        if not self._queue:
+            self._stop_timer()
+        self._sent_at = self._loop.time()
+        task = self._loop.create_task(self._send(batch))
+        self._tasks.add(task)
+        task.add_done_callback(self._sent)
+
+    def _sent(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._queue and not self._tasks:
+            self._look()
+
+    def _stop_timer(self) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
+
+    async def _send(self, batch: list[tuple[I, Callable[[A | EpdError], None]]]) -> None:
+        answers: Sequence[A | EpdError]
+        try:
+            answers = await self._ask_many([item for item, _ in batch])
+        except EpdError as error:
+            answers = [error] * len(batch)
+        except Exception:  # noqa: BLE001 - whoever asked must hear of it, or waits until its deadline
+            self._log.exception("ec_exchange_failed")
+            answers = [ConsumerUnavailable("the exchange with the EC consumer failed")] * len(batch)
+        for (_, answered), answer in zip(batch, answers, strict=True):
+            try:
+                answered(answer)
+            except Exception:  # noqa: BLE001 - the answers of others come behind this one
+                self._log.exception("ec_answer_failed")

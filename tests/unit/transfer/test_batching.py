@@ -1,0 +1,151 @@
+"""Claims about questions that are gathered into messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import chain
+
+import pytest
+
+from epdctl.errors import ConsumerUnavailable, EpdError
+from epdctl.worker.transfer.batching import MAX_BATCH, Batched
+from tests.stubs.process import wait_until
+
+pytestmark = pytest.mark.unit
+
+
+class Consumer:
+    """Answers each item with its double, once it is let."""
+
+    def __init__(self) -> None:
+        self.messages: list[list[int]] = []
+        self.gate = asyncio.Event()
+        self.fault: Exception | None = None
+
+    async def ask_many(self, items: Sequence[int]) -> list[int]:
+        """Take one message."""
+        self.messages.append(list(items))
+        await self.gate.wait()
+        if self.fault is not None:
+            raise self.fault
+        return [2 * item for item in items]
+
+
+async def test_what_is_asked_for_in_one_turn_goes_together() -> None:
+    """One message, and each answer reaches the one who asked for it."""
+    consumer = Consumer()
+    consumer.gate.set()
+    batched: Batched[int, int] = Batched(consumer.ask_many)
+    answers: dict[int, int | EpdError] = {}
+    for item in range(5):
+        batched.ask(item, lambda answer, item=item: answers.update({item: answer}))  # type: ignore[misc]
+    await wait_until(lambda: len(answers) == 5, "all are answered")
+
+    assert {item: 2 * item for item in range(5)} == answers
+    assert consumer.messages == [[0, 1, 2, 3, 4]]
+
+
+async def test_a_burst_begins_with_a_small_message() -> None:
+    """The first items of a burst get going while the rest is asked for; after that messages are full."""
+    consumer = Consumer()
+    consumer.gate.set()
+    batched: Batched[int, int] = Batched(consumer.ask_many, first=8)
+    answers: list[int | EpdError] = []
+    for item in range(8 + MAX_BATCH + 3):
+        batched.ask(item, answers.append)
+    await wait_until(lambda: len(answers) == 8 + MAX_BATCH + 3, "all are answered")
+
+    assert [len(message) for message in consumer.messages] == [8, MAX_BATCH, 3]
+    assert list(range(8 + MAX_BATCH + 3)) == list(chain(*consumer.messages))
+
+
+async def test_what_comes_while_a_message_is_under_way_goes_into_the_next() -> None:
+    """A busy consumer gets few messages."""
+    consumer = Consumer()
+    batched: Batched[int, int] = Batched(consumer.ask_many)
+    answers: list[int | EpdError] = []
+    batched.ask(0, answers.append)
+    await wait_until(lambda: len(consumer.messages) == 1, "a message is under way")
+    batched.ask(1, answers.append)
+    batched.ask(2, answers.append)
+    consumer.gate.set()
+    await wait_until(lambda: len(answers) == 3, "all are answered")
+
+    assert consumer.messages == [[0], [1, 2]]
+
+
+async def test_an_answer_that_does_not_come_delays_nobody() -> None:
+    """What has waited long enough is asked for although the message before it is still open."""
+    consumer = Consumer()
+    batched: Batched[int, int] = Batched(consumer.ask_many)
+    batched.ask(0, lambda answer: None)
+    await wait_until(lambda: len(consumer.messages) == 1, "a message is under way")
+    batched.ask(1, lambda answer: None)
+    await wait_until(lambda: len(consumer.messages) == 2, "the next one goes out")
+    batched.close()
+
+    assert consumer.messages == [[0], [1]]
+
+
+async def test_everybody_in_a_message_hears_what_it_failed_with() -> None:
+    """A lost message is lost for all that were in it, and for nobody else."""
+    consumer = Consumer()
+    consumer.fault = ConsumerUnavailable("gone")
+    consumer.gate.set()
+    batched: Batched[int, int] = Batched(consumer.ask_many)
+    answers: list[int | EpdError] = []
+    batched.ask(0, answers.append)
+    batched.ask(1, answers.append)
+    await wait_until(lambda: len(answers) == 2, "both have heard")
+    consumer.fault = None
+    batched.ask(2, answers.append)
+    await wait_until(lambda: len(answers) == 3, "the next is answered")
+
+    assert all(isinstance(answer, ConsumerUnavailable) for answer in answers[:2])
+    assert answers[2] == 4
+
+
+async def test_a_fault_of_ours_is_told_as_a_lost_message() -> None:
+    """Whatever goes wrong in asking, nobody waits for ever."""
+    consumer = Consumer()
+    consumer.fault = RuntimeError("a bug")
+    consumer.gate.set()
+    batched: Batched[int, int] = Batched(consumer.ask_many)
+    answers: list[int | EpdError] = []
+    batched.ask(0, answers.append)
+    await wait_until(lambda: len(answers) == 1, "it is told")
+
+    assert isinstance(answers[0], ConsumerUnavailable)
+
+
+async def test_one_that_cannot_take_its_answer_takes_nobody_with_it() -> None:
+    """The answers behind it still arrive."""
+    consumer = Consumer()
+    consumer.gate.set()
+    batched: Batched[int, int] = Batched(consumer.ask_many)
+    answers: list[int | EpdError] = []
+
+    def fail(answer: int | EpdError) -> None:
+        raise RuntimeError("in the caller")
+
+    batched.ask(0, fail)
+    batched.ask(1, answers.append)
+    await wait_until(lambda: answers == [2], "the second is answered")
+
+
+async def test_closing_drops_what_is_queued_and_under_way() -> None:
+    """After the end nothing is sent and nobody is called."""
+    consumer = Consumer()
+    batched: Batched[int, int] = Batched(consumer.ask_many)
+    answers: list[int | EpdError] = []
+    batched.ask(0, answers.append)
+    await wait_until(lambda: len(consumer.messages) == 1, "a message is under way")
+    batched.ask(1, answers.append)
+    batched.close()
+    consumer.gate.set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+    assert answers == []
+    assert consumer.messages == [[0]]
