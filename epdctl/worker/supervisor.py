@@ -32,6 +32,7 @@ from epdctl.worker.calls import EngineProcess
 from epdctl.worker.channel import Channel, Endpoints, MalformedMessage, Message, bind_channel, message
 from epdctl.worker.engine import Beat, Failed, Launch, StartFailed, Stop
 from epdctl.worker.samples import Family, lasting, merge
+from epdctl.worker.shielded import shielded
 from epdctl.worker.socket_folder import SocketFolder, sweep
 
 
@@ -236,9 +237,7 @@ class Supervisor:
             settings=dict(self._spec.settings),
         )
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            self._spec.module,
+            *shielded(sys.executable, "-m", self._spec.module),
             stdin=asyncio.subprocess.PIPE,
             env=self._spec.environment,
         )

@@ -1,13 +1,19 @@
-"""What keeps a worker from starting is told in one message that names the flag and the cure."""
+"""A worker's start: what keeps it from starting is told in one message, and Ctrl-C ends it in silence."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.stubs.ports import free_port
+from tests.stubs.process import Process, epdctl_command, start_process, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.worker, pytest.mark.timeout(120)]
 
@@ -61,3 +67,46 @@ async def test_memory_that_is_not_there_ends_the_start(kind: str, flag: str) -> 
     assert f"{flag} 99999999999999" in stderr
     assert "are available here: give fewer" in stderr
     assert stderr.count("\n") == 1
+
+
+@pytest.fixture
+def starting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Process]:
+    """Start a worker of the kind that the test asks for; it ends with the test."""
+    flags = ("--ec-port", str(free_port())) if request.param == "prefill-decode" else ()
+    command = epdctl_command(
+        "worker", request.param, "--model", str(MODEL), "--host", "127.0.0.1", "--port", "0"
+    )
+    process = start_process([*command, *flags], tmp_path, "worker")
+    yield process
+    process.close()
+
+
+def engine_of(process: Process) -> list[Path]:
+    """Return the engine process of a worker, if it is there."""
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        found = [Path("/proc", pid) for pid in children]
+        return [child for child in found if ".engine" in (child / "cmdline").read_text()]
+    return []
+
+
+@pytest.mark.parametrize("starting", ["encode", "prefill-decode"], indirect=True)
+@pytest.mark.parametrize("until", ["python", "torch"])
+async def test_ctrl_c_while_the_engine_loads_writes_no_traceback(starting: Process, until: str) -> None:
+    """SIGINT to all processes of the worker, as a terminal sends it, while its engine imports what it needs:
+    exit 0, no line but the worker's own, and no process is left."""
+    engines: list[Path] = []
+
+    def loading() -> bool:
+        engines[:] = engine_of(starting)
+        with contextlib.suppress(OSError):
+            return any(until in (engine / "maps").read_text() for engine in engines)
+        return False
+
+    await starting.wait_until(loading, f"the engine has loaded {until}", 60.0)
+    os.killpg(starting.pid, signal.SIGINT)
+
+    assert await starting.wait_exit(30.0) == 0
+    assert "Traceback" not in starting.stderr
+    assert "KeyboardInterrupt" not in starting.stderr
+    await wait_until(lambda: not any(engine.exists() for engine in engines), "the engine's end", 10.0)

@@ -31,10 +31,11 @@ from epdctl.errors import MediaUnavailable, UnsupportedMedia
 from epdctl.worker.encode.containers import SERVED, is_cut_off, kind_of
 from epdctl.worker.encode.frames import NoFrames, Source
 from epdctl.worker.encode.video_pipe import packed, unpack
+from epdctl.worker.shielded import shielded
 
 START_TIMEOUT_S = 60.0
 _FEW_FRAMES = 4
-_COMMAND = [sys.executable, "-m", "epdctl.worker.encode.video_child"]
+_COMMAND = shielded(sys.executable, "-m", "epdctl.worker.encode.video_child")
 _PIPE_BYTES = 1 << 20
 _LARGEST_MESSAGE = 1 << 34
 _LONGEST_VIDEO = 1 << 20
