@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.unit, pytest.mark.worker]
         (("--sizes", "262148"), "argument --sizes: 262148 is no multiple of 4 KiB up to 262144"),
         (("--consumers", "0"), "argument --consumers: '0' is no whole number of at least 1"),
         (("--rounds", "0"), "argument --rounds: '0' is no whole number of at least 1"),
+        (("--sets", "0"), "argument --sets: '0' is no whole number of at least 1"),
         (("--total-mb", "-1"), "argument --total-mb: '-1' is no whole number of at least 1"),
     ],
 )
