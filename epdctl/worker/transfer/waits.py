@@ -98,8 +98,9 @@ async def _look_until(find: Callable[[], Item | Lost | None], woken: asyncio.Eve
 
 
 async def _wait(woken: asyncio.Event, seconds: float) -> None:
+    # Waking it costs a third of a timeout context, and whoever waits looks again anyway.
+    alarm = asyncio.get_running_loop().call_later(max(0.0, seconds), woken.set)
     try:
-        async with asyncio.timeout(max(0.0, seconds)):
-            await woken.wait()
-    except TimeoutError:
-        return
+        await woken.wait()
+    finally:
+        alarm.cancel()
