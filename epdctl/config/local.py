@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from epdctl.config import CommandSettings
+from epdctl.config.text import device_name, filled_name
 from epdctl.local.shape import parse_shape
 
 
@@ -44,6 +45,9 @@ class UpSettings(CommandSettings):
     log_dir: Path = Field(Path(".run"), description="Folder for one log file a process.")
     start_timeout: float = Field(300, gt=0, description="Seconds each process may take to become healthy.")
     stop_grace: float = Field(15, gt=0, description="Seconds for processes to end before they are killed.")
+
+    _device = field_validator("device")(device_name)
+    _names = field_validator("model", "served_model_name")(filled_name)
 
     @model_validator(mode="after")
     def _name_from_model(self) -> UpSettings:

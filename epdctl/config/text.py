@@ -5,12 +5,15 @@ Rules of this file: pure; what is wrong raises ValueError with the flag's name, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
 from epdctl.errors import EpdError
 
 T = TypeVar("T")
+
+_DEVICE = re.compile(r"(cpu|cuda|cuda:(0|[1-9][0-9]{0,3}))\Z")
 
 
 def split_list(text: str) -> tuple[str, ...]:
@@ -29,6 +32,21 @@ def split_pairs(flag: str, text: str) -> dict[str, str]:
             raise ValueError(f"{flag}: '{name}' is given twice")
         pairs[name] = value
     return pairs
+
+
+def device_name(value: str) -> str:
+    """Return the name of a device; ValueError for another than cpu, cuda and cuda:N."""
+    if not _DEVICE.match(value):
+        cpu = "; a CPU has no number" if value.startswith("cpu:") else ""
+        raise ValueError(f"'{value}' is no device that is served: give cpu, cuda or cuda:N{cpu}")
+    return value
+
+
+def filled_name(value: str | None) -> str | None:
+    """Return a name, or None where none is given; ValueError for one that is empty or blank."""
+    if value is not None and not value.strip():
+        raise ValueError("must not be empty")
+    return value
 
 
 def checked(what: str, check: Callable[[], T]) -> T:

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_v
 from pydantic_settings import CliSuppress, NoDecode
 
 from epdctl.config import CommandSettings, child_environment
+from epdctl.config.text import device_name, filled_name
 from epdctl.logs import LogFormat, LogLevel
 from epdctl.worker.media_address import is_host
 from epdctl.worker.transfer.environment import mooncake_environment, parse_ports
@@ -96,6 +97,8 @@ class WorkerSettings(CommandSettings):
         return value
 
     _urls = field_validator("advertise_url", "register_url")(_http_url)
+    _device = field_validator("device")(device_name)
+    _names = field_validator("model", "served_model_name")(filled_name)
 
     @model_validator(mode="after")
     def _devices(self) -> Self:

@@ -65,7 +65,7 @@ def find_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise StartFailed(f"--device {name}: no such kind of device (cpu, cuda or cuda:N)") from None
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or name.startswith("cpu:"):
         raise StartFailed(f"--device {name}: only cpu, cuda and cuda:N are served")
     if device.type == "cuda":
         _check_cuda(name, device)

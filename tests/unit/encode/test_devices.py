@@ -28,7 +28,12 @@ def test_the_cpu_needs_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("gpu", "no such kind of device"), ("meta", "only cpu, cuda and cuda:N")]
+    ("name", "reason"),
+    [
+        ("gpu", "no such kind of device"),
+        ("meta", "only cpu, cuda and cuda:N"),
+        ("cpu:3", "only cpu, cuda and cuda:N"),
+    ],
 )
 def test_other_kinds_are_refused(name: str, reason: str) -> None:
     """A name that torch does not know, or that is no place to compute, is refused by name."""
