@@ -69,6 +69,18 @@ async def test_memory_that_is_not_there_ends_the_start(kind: str, flag: str) -> 
     assert stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("kind", ["encode", "prefill-decode"])
+async def test_a_folder_without_a_model_is_told(kind: str, tmp_path: Path) -> None:
+    """A folder that has no config.json ends the start, and just that is said."""
+    flags = ("--ec-port", str(free_port())) if kind == "prefill-decode" else ()
+
+    code, stderr = await start(kind, *flags, model=tmp_path)
+
+    assert code == 1
+    assert f"--model {tmp_path}: there is no config.json" in stderr
+    assert "Traceback" not in stderr
+
+
 @pytest.fixture
 def starting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Process]:
     """Start a worker of the kind that the test asks for; it ends with the test."""

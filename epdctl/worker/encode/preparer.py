@@ -23,6 +23,7 @@ from epdctl.worker.encode.video import VideoLimits
 from epdctl.worker.encode.video_config import VideoConfig, read_video_config
 from epdctl.worker.encode.video_processor import VideoProcessor
 from epdctl.worker.engine import StartFailed
+from epdctl.worker.model_folder import unreadable_config
 
 
 def _image_processor(folder: Path, max_rows: int) -> ImageProcessor | FeatureProcessor:
@@ -31,7 +32,7 @@ def _image_processor(folder: Path, max_rows: int) -> ImageProcessor | FeaturePro
     except NotServed as error:
         raise StartFailed(f"{folder}: {error}") from error
     except (OSError, ValueError, KeyError) as error:
-        raise StartFailed(f"{folder}: config.json cannot be read ({type(error).__name__})") from error
+        raise StartFailed(f"--model {unreadable_config(folder, error)}") from error
     if family is None:
         return ImageProcessor(folder, max_rows)
     return FeatureProcessor(folder, family, max_rows)

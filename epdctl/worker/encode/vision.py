@@ -31,6 +31,7 @@ from epdctl.worker.encode.families import NotServed, feature_family
 from epdctl.worker.encode.layout import ItemLayout
 from epdctl.worker.encode.weights import read_tower
 from epdctl.worker.engine import StartFailed
+from epdctl.worker.model_folder import unreadable_config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -194,7 +195,7 @@ def read_config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise StartFailed(f"{folder}: config.json cannot be read ({type(error).__name__})") from error
+        raise StartFailed(f"--model {unreadable_config(folder, error)}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise StartFailed(f"{folder}: quantized checkpoints are not served, use the original weights")
     return config

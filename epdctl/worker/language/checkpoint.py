@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from epdctl.worker.language.spec import DTYPE_BYTES, ModelSpec
+from epdctl.worker.model_folder import unreadable_config
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
@@ -56,9 +57,7 @@ def open_checkpoint(model: str, dtype: str) -> Checkpoint:
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise UnsupportedCheckpoint(
-            f"{model}: its config.json cannot be read ({type(error).__name__})"
-        ) from error
+        raise UnsupportedCheckpoint(unreadable_config(folder, error)) from error
     if config.model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise UnsupportedCheckpoint(f"{model}: model type {config.model_type} is not one of {known}")
