@@ -130,7 +130,8 @@ class MediaFetcher:
             async with asyncio.timeout(self._limits.timeout_s):
                 return await self._fetch_http(url, take)
         except TimeoutError as error:
-            raise MediaUnavailable(f"the media was not there within {self._limits.timeout_s:g} s") from error
+            text = f"the media was not there within {self._limits.timeout_s:g} s (--media-timeout)"
+            raise MediaUnavailable(text) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise MediaUnavailable("the media URL could not be fetched") from error
 
@@ -146,7 +147,8 @@ class MediaFetcher:
                     url = urljoin(url, location)
                     continue
                 return await self._read(response, take)
-        raise MediaUnavailable(f"the media URL redirects more than {self._limits.max_redirects} times")
+        text = f"the media URL redirects more than {self._limits.max_redirects} times (--media-redirects)"
+        raise MediaUnavailable(text)
 
     def _checked(self, url: str) -> MediaTarget:
         target = parse_media_url(url)

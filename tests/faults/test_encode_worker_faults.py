@@ -458,6 +458,7 @@ async def test_full_queue_and_sigterm(launch: Launch, own_switch: Switch) -> Non
     replies = await asyncio.gather(*accepted)
 
     assert (refused.status, refused.code) == (429, "overloaded")
+    assert "(--queue-items)" in refused.body["error"]["message"]
     assert (late.status, late.code) == (503, "shutting_down")
     assert [reply.status for reply in replies] == [200, 200]
     assert await worker.process.wait_exit(15.0) == 0

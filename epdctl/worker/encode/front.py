@@ -126,7 +126,7 @@ class EncodeFront:
     @contextmanager
     def _admitted(self, items: int) -> Iterator[None]:
         if items and self._items + items > self._limits.queue_items:
-            raise Overloaded("too many items wait for the encoder", retry_after_s=1)
+            raise Overloaded("too many items wait for the encoder (--queue-items)", retry_after_s=1)
         self._items += items
         self._in_flight.inc(items)
         try:

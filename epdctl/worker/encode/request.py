@@ -73,7 +73,8 @@ def parse_encode_request(body: Mapping[str, Any], *, model: str, max_items: int)
         raise InvalidRequest("the encode stage does not stream: set stream to false", param="stream")
     parts = tuple(_media_parts(body.get("messages")))
     if len(parts) > max_items:
-        raise InvalidRequest(f"at most {max_items} media items may be in one request", param="messages")
+        text = f"at most {max_items} media items may be in one request (--max-items)"
+        raise InvalidRequest(text, param="messages")
     consumer_zmq, named = _transfer_params(body.get("ec_transfer_params"))
     return EncodeRequest(
         parts=parts,

@@ -171,7 +171,8 @@ class Batch(Generic[Region]):
             Overloaded: too many are waiting.
         """
         if order.choices > self._limits.sequences:
-            raise InvalidRequest(f"n must be at most {self._limits.sequences} here", param="n")
+            text = f"n must be at most {self._limits.sequences} here (--max-batch-items)"
+            raise InvalidRequest(text, param="n")
         needed = order.capacity * order.choices
         if needed > self._kv_tokens:
             raise InvalidRequest(
@@ -180,7 +181,7 @@ class Batch(Generic[Region]):
                 param="max_tokens",
             )
         if len(self._waiting) >= self._limits.waiting:
-            raise Overloaded("too many requests are waiting for this worker", retry_after_s=1)
+            raise Overloaded("too many requests are waiting for this worker (--queue-size)", retry_after_s=1)
         self._waiting.append(order)
 
     def imported(self, request_id: str) -> None:

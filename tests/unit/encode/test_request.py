@@ -132,6 +132,14 @@ REFUSED: list[tuple[str, dict[str, Any], type[EpdError], str | None]] = [
 ]
 
 
+def test_the_limit_of_items_names_its_setting() -> None:
+    """One item too many is told with the number and the flag."""
+    body = {"messages": [{"role": "user", "content": [IMAGE] * 4}]}
+
+    with pytest.raises(InvalidRequest, match=r"at most 3 .* \(--max-items\)"):
+        parse_encode_request(body, model="m", max_items=3)
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "param"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
 )

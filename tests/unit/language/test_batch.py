@@ -169,6 +169,7 @@ class TestAdmission:
             batch.submit(order("a", 1, choices=3))
 
         assert refused.value.param == "n"
+        assert "(--max-batch-items)" in refused.value.message
 
     def test_the_queue_is_bounded(self) -> None:
         """A full queue answers Overloaded with a hint when to come again."""
@@ -179,6 +180,7 @@ class TestAdmission:
             batch.submit(order("c", 1))
 
         assert refused.value.retry_after_s == 1
+        assert "(--queue-size)" in refused.value.message
 
 
 class TestEnds:
