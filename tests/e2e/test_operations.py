@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.walkthrough import Command, Shell, commands_under, matches, with_ports
+from tests.e2e.walkthrough import Command, Shell, commands_under, left_in, matches, with_ports
 from tests.stubs.ports import free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.worker, pytest.mark.timeout(300)]
@@ -34,6 +34,8 @@ async def test_the_cache_walk_through_prints_what_the_page_says(tmp_path: Path) 
             line, expected = with_ports(command.line, ports), with_ports(command.printed, ports)
             printed = await until_it_matches(shell, command, line, expected)
             assert matches(printed, expected), f"{line}\nprinted {printed}\npage    {expected}"
+
+    assert left_in(tmp_path) == []
 
 
 async def until_it_matches(shell: Shell, command: Command, line: str, expected: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.walkthrough import Command, Shell, commands_under, matches, with_ports
+from tests.e2e.walkthrough import Command, Shell, commands_under, left_in, matches, with_ports
 from tests.stubs.ports import free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.worker, pytest.mark.timeout(300)]
@@ -47,3 +47,5 @@ async def test_every_line_of_the_walk_through_prints_what_the_readme_says(tmp_pa
             printed = await shell.run(with_ports(command.line, ports), deadline_s=90)
             expected = with_ports(command.printed, ports)
             assert matches(printed, expected), f"{command.line}\nprinted {printed}\nREADME  {expected}"
+
+    assert left_in(tmp_path) == []

@@ -50,6 +50,12 @@ def matches(printed: str, page: str) -> bool:
     return re.fullmatch(pattern, printed.strip(), re.DOTALL) is not None
 
 
+def left_in(folder: Path) -> list[str]:
+    """Return the files that a walk-through has left and that git does not ignore."""
+    found = [path.name for path in folder.iterdir() if not path.is_symlink()]
+    return sorted(name for name in found if name != ".run" and not name.endswith(".log"))
+
+
 class Shell:
     """One bash in its own process group; `run` returns what a command printed on stdout."""
 
