@@ -17,6 +17,7 @@ from tests.interop.answers import Answer, ask
 from tests.interop.compatibility import Row, table, write_table
 from tests.interop.engines import PLAIN
 from tests.interop.fleet import Fleet
+from tests.interop.ground import Ground
 from tests.interop.installed import Installed, NotInstalled, find_installed
 from tests.interop.media import serve_pictures
 from tests.interop.scenarios import MediaUrl, scenarios
@@ -134,3 +135,9 @@ async def plain(fleet: Fleet, media_url: MediaUrl) -> dict[str, dict[str, Answer
         }
         for deployment in DEPLOYMENTS
     }
+
+
+@pytest.fixture(scope="session")
+def ground(fleet: Fleet, plain: dict[str, dict[str, Answer]], media_url: MediaUrl) -> Ground:
+    """What the deployments stand on."""
+    return Ground(fleet=fleet, plain=plain, media_url=media_url)

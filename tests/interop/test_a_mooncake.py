@@ -7,11 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.interop.answers import Answer
 from tests.interop.compatibility import Row
 from tests.interop.deployment import Deployment
-from tests.interop.fleet import Fleet
-from tests.interop.scenarios import MediaUrl
+from tests.interop.ground import Ground
 from tests.interop.suite import DeploymentSuite
 from tests.interop.vllm_pairs import mooncake_pair
 
@@ -21,11 +19,9 @@ ROW = Row(letter="a", proxy="epdctl, static", encode="vLLM", prefill="vLLM", ec=
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def deployment(
-    fleet: Fleet, plain: dict[str, dict[str, Answer]], media_url: MediaUrl
-) -> AsyncIterator[Deployment]:
+async def deployment(ground: Ground) -> AsyncIterator[Deployment]:
     """The deployment, with static URLs."""
-    async with mooncake_pair(fleet, plain, media_url, "a-mooncake") as pair:
+    async with mooncake_pair(ground, "a-mooncake") as pair:
         yield pair.deployment
 
 

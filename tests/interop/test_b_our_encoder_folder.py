@@ -8,13 +8,11 @@ from contextlib import AsyncExitStack
 import pytest
 import pytest_asyncio
 
-from tests.interop.answers import Answer
 from tests.interop.compatibility import Row
 from tests.interop.deployment import Deployment
 from tests.interop.engines import ENCODE_EXAMPLE, HOST, PREFILL_DECODE_EXAMPLE
 from tests.interop.evidence import StoredFiles, TransferMetrics
-from tests.interop.fleet import Fleet
-from tests.interop.scenarios import MediaUrl, scenarios
+from tests.interop.ground import Ground
 from tests.interop.suite import DeploymentSuite
 from tests.interop.wiring import ADMIN_KEY, http_tap, register
 
@@ -25,32 +23,28 @@ ROW = Row(letter="b", proxy="epdctl, dynamic", encode="**epdctl**", prefill="vLL
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def deployment(
-    fleet: Fleet, plain: dict[str, dict[str, Answer]], media_url: MediaUrl
-) -> AsyncIterator[Deployment]:
+async def deployment(ground: Ground) -> AsyncIterator[Deployment]:
     """The deployment, registered over HTTP."""
-    (consumer,) = await fleet.use(PREFILL_DECODE_EXAMPLE, may_stay=(ENCODE_EXAMPLE,))
+    (consumer,) = await ground.fleet.use(PREFILL_DECODE_EXAMPLE, may_stay=(ENCODE_EXAMPLE,))
     folder = consumer.place.shared_storage
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(fleet.stop_others)
-        encode = await fleet.worker(
+        stack.push_async_callback(ground.fleet.stop_others)
+        encode = await ground.fleet.worker(
             "encode",
             *("--allowed-media-domains", HOST, "--data-parallel-size", "2"),
             *("--ec-connector", "shared-filesystem", "--shared-storage-path", str(folder)),
         )
         encoder_tap = await http_tap(stack, "encode", encode.url)
         consumer_tap = await http_tap(stack, "prefill_decode", consumer.url)
-        proxy = await fleet.serve(NAME, "--dynamic-registration", key=ADMIN_KEY)
+        proxy = await ground.fleet.serve(NAME, "--dynamic-registration", key=ADMIN_KEY)
         await register(proxy.url, "encode", encoder_tap.url)
         await register(proxy.url, "prefill_decode", consumer_tap.url)
-        yield Deployment(
-            name=NAME,
-            url=proxy.url,
+        yield ground.deployment(
+            NAME,
+            proxy.url,
             encoders=(encoder_tap,),
             consumers=(consumer_tap,),
             witnesses=(StoredFiles(folder, encoder_tap), TransferMetrics(url=encode.url, side="producer")),
-            scenarios=scenarios(NAME, media_url),
-            plain=plain[NAME],
         )
 
 

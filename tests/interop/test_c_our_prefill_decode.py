@@ -3,53 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 
 import pytest
 import pytest_asyncio
 
-from tests.interop.answers import Answer
 from tests.interop.compatibility import Row
 from tests.interop.deployment import Deployment
-from tests.interop.engines import ENCODE_MOONCAKE, HOST
-from tests.interop.evidence import ControlMessages, TransferMetrics
-from tests.interop.fleet import Fleet
-from tests.interop.scenarios import MediaUrl, scenarios
+from tests.interop.ground import Ground
+from tests.interop.mixed_pairs import our_prefill_decode_pair
 from tests.interop.suite import DeploymentSuite
-from tests.interop.wiring import ADMIN_KEY, control_tap, http_tap, register
-from tests.stubs.ports import free_port
 
 pytestmark = [pytest.mark.interop, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
-NAME = "c"
 ROW = Row(letter="c", proxy="epdctl, dynamic", encode="vLLM", prefill="**epdctl**", ec="ECMooncakeConnector")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def deployment(
-    fleet: Fleet, plain: dict[str, dict[str, Answer]], media_url: MediaUrl
-) -> AsyncIterator[Deployment]:
+async def deployment(ground: Ground) -> AsyncIterator[Deployment]:
     """The deployment, registered over HTTP."""
-    (encode,) = await fleet.use(ENCODE_MOONCAKE)
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(fleet.stop_others)
-        ec_port = free_port()
-        consumer = await fleet.worker("prefill-decode", "--ec-ip", HOST, "--ec-port", str(ec_port))
-        encoder_tap = await http_tap(stack, "encode", encode.url)
-        consumer_tap = await http_tap(stack, "prefill_decode", consumer.url)
-        control = await control_tap(stack, f"tcp://{HOST}:{ec_port}")
-        proxy = await fleet.serve(NAME, "--dynamic-registration", key=ADMIN_KEY)
-        await register(proxy.url, "encode", encoder_tap.url)
-        await register(proxy.url, "prefill_decode", consumer_tap.url, control.address)
-        yield Deployment(
-            name=NAME,
-            url=proxy.url,
-            encoders=(encoder_tap,),
-            consumers=(consumer_tap,),
-            witnesses=(ControlMessages(control), TransferMetrics(url=consumer.url, side="consumer")),
-            scenarios=scenarios(NAME, media_url),
-            plain=plain[NAME],
-        )
+    async with our_prefill_decode_pair(ground, "c") as pair:
+        yield pair
 
 
 class TestVllmFeedsOurLanguageWorker(DeploymentSuite):

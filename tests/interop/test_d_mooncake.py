@@ -11,13 +11,11 @@ from contextlib import AsyncExitStack
 import pytest
 import pytest_asyncio
 
-from tests.interop.answers import Answer
 from tests.interop.compatibility import Row
 from tests.interop.deployment import Deployment
 from tests.interop.engines import DECODE_NIXL, ENCODE_MOONCAKE, PREFILL_NIXL_MOONCAKE
 from tests.interop.evidence import ControlMessages
-from tests.interop.fleet import Fleet
-from tests.interop.scenarios import MediaUrl, scenarios
+from tests.interop.ground import Ground
 from tests.interop.suite import DeploymentSuite
 from tests.interop.wiring import control_tap, http_tap
 
@@ -36,32 +34,28 @@ ROW = Row(
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def deployment(
-    fleet: Fleet, plain: dict[str, dict[str, Answer]], media_url: MediaUrl
-) -> AsyncIterator[Deployment]:
+async def deployment(ground: Ground) -> AsyncIterator[Deployment]:
     """The deployment, with static URLs."""
-    encode, prefill, decode = await fleet.use(ENCODE_MOONCAKE, PREFILL_NIXL_MOONCAKE, DECODE_NIXL)
+    encode, prefill, decode = await ground.fleet.use(ENCODE_MOONCAKE, PREFILL_NIXL_MOONCAKE, DECODE_NIXL)
     async with AsyncExitStack() as stack:
         encoder_tap = await http_tap(stack, "encode", encode.url)
         prefill_tap = await http_tap(stack, "prefill", prefill.url)
         decode_tap = await http_tap(stack, "decode", decode.url)
         control = await control_tap(stack, prefill.ec_address)
-        stack.push_async_callback(fleet.stop_others)
-        proxy = await fleet.serve(
+        stack.push_async_callback(ground.fleet.stop_others)
+        proxy = await ground.fleet.serve(
             NAME,
             *("--encode-servers-urls", encoder_tap.url),
             *("--prefill-servers-urls", prefill_tap.url),
             *("--decode-servers-urls", decode_tap.url),
             *("--ec-consumer-zmq-addrs", control.address),
         )
-        yield Deployment(
-            name=NAME,
-            url=proxy.url,
+        yield ground.deployment(
+            NAME,
+            proxy.url,
             encoders=(encoder_tap,),
             consumers=(prefill_tap, decode_tap),
             witnesses=(ControlMessages(control),),
-            scenarios=scenarios(NAME, media_url),
-            plain=plain[NAME],
         )
 
 

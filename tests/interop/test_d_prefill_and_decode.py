@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 
 import pytest
 import pytest_asyncio
 
-from tests.interop.answers import Answer, ask
+from tests.interop.answers import ask
 from tests.interop.compatibility import Row
 from tests.interop.deployment import Deployment
-from tests.interop.engines import DECODE_NIXL, ENCODE_EXAMPLE, PREFILL_NIXL
-from tests.interop.evidence import StoredFiles
-from tests.interop.fleet import Fleet
-from tests.interop.scenarios import MediaUrl, scenarios
+from tests.interop.engines import DECODE_NIXL, PREFILL_NIXL
+from tests.interop.ground import Ground
 from tests.interop.suite import DeploymentSuite
-from tests.interop.wiring import ADMIN_KEY, http_tap, register
+from tests.interop.vllm_triples import example_triple
 
 pytestmark = [pytest.mark.interop, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
@@ -33,29 +30,10 @@ ROW = Row(
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def deployment(
-    fleet: Fleet, plain: dict[str, dict[str, Answer]], media_url: MediaUrl
-) -> AsyncIterator[Deployment]:
+async def deployment(ground: Ground) -> AsyncIterator[Deployment]:
     """The deployment, registered over HTTP."""
-    encode, prefill, decode = await fleet.use(ENCODE_EXAMPLE, PREFILL_NIXL, DECODE_NIXL)
-    async with AsyncExitStack() as stack:
-        encoder_tap = await http_tap(stack, "encode", encode.url)
-        prefill_tap = await http_tap(stack, "prefill", prefill.url)
-        decode_tap = await http_tap(stack, "decode", decode.url)
-        stack.push_async_callback(fleet.stop_others)
-        proxy = await fleet.serve(NAME, "--dynamic-registration", key=ADMIN_KEY)
-        await register(proxy.url, "encode", encoder_tap.url)
-        await register(proxy.url, "prefill", prefill_tap.url)
-        await register(proxy.url, "decode", decode_tap.url)
-        yield Deployment(
-            name=NAME,
-            url=proxy.url,
-            encoders=(encoder_tap,),
-            consumers=(prefill_tap, decode_tap),
-            witnesses=(StoredFiles(encode.place.shared_storage, encoder_tap),),
-            scenarios=scenarios(NAME, media_url),
-            plain=plain[NAME],
-        )
+    async with example_triple(ground, NAME, kv=(PREFILL_NIXL, DECODE_NIXL)) as triple:
+        yield triple
 
 
 class TestVllmBehindEpdctl(DeploymentSuite):

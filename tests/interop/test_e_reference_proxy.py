@@ -8,13 +8,11 @@ from contextlib import AsyncExitStack
 import pytest
 import pytest_asyncio
 
-from tests.interop.answers import Answer
 from tests.interop.compatibility import Row
 from tests.interop.deployment import Deployment
 from tests.interop.engines import HOST
 from tests.interop.evidence import ControlMessages, TransferMetrics
-from tests.interop.fleet import Fleet
-from tests.interop.scenarios import MediaUrl, scenarios
+from tests.interop.ground import Ground
 from tests.interop.suite import DeploymentSuite
 from tests.interop.wiring import control_tap, http_tap
 from tests.stubs.ports import free_port
@@ -32,20 +30,18 @@ ROW = Row(
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def deployment(
-    fleet: Fleet, plain: dict[str, dict[str, Answer]], media_url: MediaUrl
-) -> AsyncIterator[Deployment]:
+async def deployment(ground: Ground) -> AsyncIterator[Deployment]:
     """The deployment, with the reference proxy's static flags; no vLLM instance runs."""
-    await fleet.use()
+    await ground.fleet.use()
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(fleet.stop_others)
+        stack.push_async_callback(ground.fleet.stop_others)
         ec_port = free_port()
-        encode = await fleet.worker("encode", "--allowed-media-domains", HOST)
-        consumer = await fleet.worker("prefill-decode", "--ec-ip", HOST, "--ec-port", str(ec_port))
+        encode = await ground.fleet.worker("encode", "--allowed-media-domains", HOST)
+        consumer = await ground.fleet.worker("prefill-decode", "--ec-ip", HOST, "--ec-port", str(ec_port))
         encoder_tap = await http_tap(stack, "encode", encode.url)
         consumer_tap = await http_tap(stack, "prefill_decode", consumer.url)
         control = await control_tap(stack, f"tcp://{HOST}:{ec_port}")
-        proxy = await fleet.reference_proxy(
+        proxy = await ground.fleet.reference_proxy(
             *("--encode-servers-urls", encoder_tap.url),
             *("--decode-servers-urls", consumer_tap.url),
             *("--ec-consumer-zmq-addrs", control.address),
@@ -54,14 +50,12 @@ async def deployment(
             TransferMetrics(url=encode.url, side="producer"),
             TransferMetrics(url=consumer.url, side="consumer"),
         )
-        yield Deployment(
-            name=NAME,
-            url=proxy.url,
+        yield ground.deployment(
+            NAME,
+            proxy.url,
             encoders=(encoder_tap,),
             consumers=(consumer_tap,),
             witnesses=(ControlMessages(control), producer, receiver),
-            scenarios=scenarios(NAME, media_url),
-            plain=plain[NAME],
         )
 
 

@@ -7,20 +7,16 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.interop.answers import Answer
-from tests.interop.fleet import Fleet
-from tests.interop.scenarios import MediaUrl
+from tests.interop.ground import Ground
 from tests.interop.vllm_pairs import Pair, example_pair
 
 pytestmark = [pytest.mark.interop, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def raw_pair(
-    fleet: Fleet, plain: dict[str, dict[str, Answer]], media_url: MediaUrl
-) -> AsyncIterator[Pair]:
+async def raw_pair(ground: Ground) -> AsyncIterator[Pair]:
     """A proxy that leaves pictures in the consumer's request, which then encodes them itself."""
-    async with example_pair(fleet, plain, media_url, "faults-example", "--no-rewrite") as pair:
+    async with example_pair(ground, "faults-example", "--no-rewrite") as pair:
         yield pair
 
 

@@ -7,18 +7,16 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.interop.answers import Answer
-from tests.interop.fleet import Fleet
-from tests.interop.scenarios import MediaUrl
+from tests.interop.ground import Ground
 from tests.interop.vllm_pairs import Pair, mooncake_pair
 
 pytestmark = [pytest.mark.interop, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def pair(fleet: Fleet, plain: dict[str, dict[str, Answer]], media_url: MediaUrl) -> AsyncIterator[Pair]:
+async def pair(ground: Ground) -> AsyncIterator[Pair]:
     """The deployment, and its taps to put faults in."""
-    async with mooncake_pair(fleet, plain, media_url, "faults-mooncake") as pair:
+    async with mooncake_pair(ground, "faults-mooncake") as pair:
         yield pair
 
 
