@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import closing
 from pathlib import Path
 
 import aiohttp
@@ -14,11 +13,6 @@ import torch
 from epdctl.domain import Modality
 from epdctl.ec.client import ControlClient
 from epdctl.worker.encode.identifier import item_identifier
-from epdctl.worker.encode.layout import Prepared
-from epdctl.worker.encode.options import VideoOptions
-from epdctl.worker.encode.video import VideoLimits
-from epdctl.worker.encode.video_config import read_video_config
-from epdctl.worker.encode.video_processor import VideoProcessor
 from tests.e2e.encode_worker import (
     MODELS,
     Consumer,
@@ -31,6 +25,7 @@ from tests.e2e.encode_worker import (
     solid,
     start_worker,
 )
+from tests.e2e.video_patches import prepared_video
 from tests.stubs.process import wait_until
 from tests.stubs.videos import clip, video_part
 
@@ -353,15 +348,6 @@ def test_logs_hold_no_media(started: EncodeWorker) -> None:
     assert "base64" not in Path(started.process.stderr_path).read_text()
 
 
-def prepared_video(family: str, data: bytes) -> Prepared:
-    """Return the patches of a video, as the unit tests compare them with transformers'."""
-    config = read_video_config(MODELS / family)
-    assert config is not None
-    limits = VideoLimits(max_frame_pixels=10**6, max_frames=64, max_pixels=10**7, timeout_s=30.0)
-    with closing(VideoProcessor(config, limits, 10_000)) as processor:
-        return processor.prepare(data, VideoOptions())
-
-
 async def test_video_and_picture_of_one_request(
     worker: EncodeWorker, consumer: Consumer, truth: Truth, family: str
 ) -> None:
@@ -373,7 +359,7 @@ async def test_video_and_picture_of_one_request(
         video_part(data, "clip"), part(RED, "still"), consumer=consumer.address, transfer_ids=ids
     )
 
-    prepared = prepared_video(family, data)
+    prepared = prepared_video(MODELS / family, data)
     layout = prepared.layout
     assert reply.items["clip"] == {
         "modality": "video",

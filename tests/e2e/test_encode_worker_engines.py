@@ -18,6 +18,7 @@ from tests.e2e.encode_worker import (
     MODELS,
     Consumer,
     EncodeWorker,
+    Reply,
     Truth,
     new_id,
     open_consumer,
@@ -149,6 +150,33 @@ async def until_under_way(worker: EncodeWorker, count: int) -> list[int]:
     return [engine["in_flight"] for engine in await worker.engines()]
 
 
+def deliveries(
+    worker: EncodeWorker, consumer: Consumer, data: list[bytes], ids: list[str], name: str
+) -> list[asyncio.Task[Reply]]:
+    """Start a request for each picture, which is called `name` with its number, and return them."""
+    return [
+        asyncio.create_task(
+            worker.encode(
+                part(item, f"{name}-{number}"),
+                consumer=consumer.address,
+                transfer_ids=[ids[number]],
+                timeout_s=120.0,
+            )
+        )
+        for number, item in enumerate(data)
+    ]
+
+
+async def assert_delivered(
+    consumer: Consumer, truth: Truth, data: list[bytes], ids: list[str], name: str
+) -> None:
+    """Fail unless the consumer has the right rows of each picture of `deliveries`."""
+    for number, item in enumerate(data):
+        expected = truth.rows(item)
+        rows = await consumer.rows(ids[number], f"{name}-{number}", (expected.shape[0], expected.shape[1]))
+        assert torch.allclose(rows, expected, rtol=1e-4, atol=1e-4)
+
+
 async def test_items_are_spread_and_found_again(worker: EncodeWorker, switch: Switch) -> None:
     """Both engines get items of a burst; one by one, a picture always goes to the same engine, a hit."""
     seen = int(sum((await lookups(worker)).values()))
@@ -196,17 +224,7 @@ async def test_a_killed_engine_costs_its_items_one_retry_and_no_request(
     data = pictures(2)
     ids = [new_id() for _ in data]
     switch.set("hang")
-    waiting = [
-        asyncio.create_task(
-            worker.encode(
-                part(item, f"kill-{number}"),
-                consumer=consumer.address,
-                transfer_ids=[ids[number]],
-                timeout_s=120.0,
-            )
-        )
-        for number, item in enumerate(data)
-    ]
+    waiting = deliveries(worker, consumer, data, ids, "kill")
     loads = await until_under_way(worker, seen + 12)
 
     async def is_reserved() -> bool:
@@ -229,11 +247,7 @@ async def test_a_killed_engine_costs_its_items_one_retry_and_no_request(
     assert [reply.status for reply in replies] == [200] * 12
     tried = await worker.metric("epdctl_retries_total", stage="encode", reason="engine_unavailable")
     assert tried - retries == loads[lost] > 0
-    for number, item in enumerate(data):
-        expected = truth.rows(item)
-        shape = (expected.shape[0], expected.shape[1])
-        rows = await consumer.rows(ids[number], f"kill-{number}", shape)
-        assert torch.allclose(rows, expected, rtol=1e-4, atol=1e-4)
+    await assert_delivered(consumer, truth, data, ids, "kill")
 
     async def is_back() -> bool:
         return all(engine["state"] == "ready" for engine in await worker.engines())
@@ -258,17 +272,7 @@ async def test_engines_need_not_agree(worker: EncodeWorker, consumer: Consumer, 
     held = worker.engine_pids()[0]
     os.kill(held, signal.SIGSTOP)
     try:
-        waiting = [
-            asyncio.create_task(
-                worker.encode(
-                    part(item, f"held-{number}"),
-                    consumer=consumer.address,
-                    transfer_ids=[ids[number]],
-                    timeout_s=120.0,
-                )
-            )
-            for number, item in enumerate(data)
-        ]
+        waiting = deliveries(worker, consumer, data, ids, "held")
 
         async def other_is_done() -> bool:
             loads = [engine["in_flight"] for engine in await worker.engines()]
@@ -283,10 +287,7 @@ async def test_engines_need_not_agree(worker: EncodeWorker, consumer: Consumer, 
 
     assert 4 <= stuck <= 8
     assert [reply.status for reply in (*fresh, *replies)] == [200] * 20
-    for number, item in enumerate(data):
-        expected = truth.rows(item)
-        rows = await consumer.rows(ids[number], f"held-{number}", (expected.shape[0], expected.shape[1]))
-        assert torch.allclose(rows, expected, rtol=1e-4, atol=1e-4)
+    await assert_delivered(consumer, truth, data, ids, "held")
 
 
 async def test_the_worker_registers_once_under_its_own_url(worker: EncodeWorker, registry: Registry) -> None:

@@ -25,6 +25,8 @@ from tests.e2e.tiny_pictures import (
     ask,
     expected_answer,
     held_out_pictures,
+    mixed,
+    text,
 )
 from tests.e2e.tower import Encoded, Tower
 
@@ -68,35 +70,12 @@ async def bench(
     await producer.close()
 
 
-def text(question: str) -> list[Message]:
-    """Return a conversation without pictures."""
-    return [{"role": "user", "content": question}]
-
-
-def mixed(count: int) -> list[tuple[list[Message], list[Picture]]]:
-    """Return `count` conversations: one and two pictures, text only, several turns."""
-    pictures = list(held_out_pictures(2 * count, first=700))
-    made: list[tuple[list[Message], list[Picture]]] = []
-    for i in range(count):
-        two = pictures[2 * i : 2 * i + 2]
-        said = {"role": "assistant", "content": "red"}
-        made.append(
-            [
-                (ask(two[:1]), two[:1]),
-                (ask(two), two),
-                (text(LONG_QUESTION), []),
-                ([*ask(two[:1]), said, *ask(two[1:])], two),
-            ][i % 4]
-        )
-    return made
-
-
 class TestAnswers:
     """What it answers."""
 
     async def test_golden_tokens_equal_the_whole_networks(self, bench: Bench) -> None:
         """20 mixed requests at once, all interleaved, give transformers' own tokens, id for id."""
-        requests = mixed(20)
+        requests = mixed(20, first=700)
         answers = await asyncio.gather(
             *(bench.ask(messages, pictures, return_token_ids=True) for messages, pictures in requests)
         )

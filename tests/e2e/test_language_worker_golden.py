@@ -15,7 +15,7 @@ from epdctl.local.deployment import deploy, free_ports
 from epdctl.local.plan import WorkerOptions
 from epdctl.local.shape import parse_shape
 from tests.e2e.reference import Reference
-from tests.e2e.tiny_pictures import LONG_QUESTION, QWEN2_5_VL, QWEN3_VL, Message, ask, held_out_pictures
+from tests.e2e.tiny_pictures import LONG_QUESTION, QWEN2_5_VL, QWEN3_VL, Message, ask, held_out_pictures, text
 
 pytestmark = [pytest.mark.e2e, pytest.mark.worker, pytest.mark.timeout(600)]
 
@@ -32,7 +32,7 @@ def conversations(count: int) -> list[list[Message]]:
         kinds = [
             ask(pictures[:1]),
             ask(pictures[:2]),
-            [{"role": "user", "content": LONG_QUESTION}],
+            text(LONG_QUESTION),
             [*ask(pictures[:1]), said, *ask(pictures[1:2])],
             ask(pictures),
         ]

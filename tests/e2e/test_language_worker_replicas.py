@@ -12,19 +12,14 @@ from tests.e2e.language_worker import HOST, Producer, engine_pids, language_work
 from tests.e2e.tiny_pictures import (
     COLOUR_QUESTION,
     QWEN2_5_VL,
-    Message,
     ask,
     expected_answer,
     held_out_pictures,
+    text,
 )
 from tests.e2e.tower import Tower
 
 pytestmark = [pytest.mark.e2e, pytest.mark.worker, pytest.mark.timeout(180)]
-
-
-def text(question: str) -> list[Message]:
-    """Return a conversation without pictures."""
-    return [{"role": "user", "content": question}]
 
 
 async def test_a_request_is_served_where_its_embedding_was_pushed(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import re
 from collections.abc import AsyncIterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,6 @@ import torch
 from epdctl.local.deployment import Deployment, deploy, free_ports
 from epdctl.local.plan import WorkerOptions
 from epdctl.local.shape import parse_shape
-from epdctl.worker.encode.options import VideoOptions
-from epdctl.worker.encode.video import VideoLimits
-from epdctl.worker.encode.video_config import read_video_config
-from epdctl.worker.encode.video_processor import VideoProcessor
 from tests.e2e.reference import Answer, Reference
 from tests.e2e.tiny_pictures import (
     COLOUR_QUESTION,
@@ -33,6 +28,7 @@ from tests.e2e.tiny_pictures import (
     expected_answer,
     held_out_pictures,
 )
+from tests.e2e.video_patches import prepared_video
 from tests.stubs.videos import clip, video_part
 
 pytestmark = [
@@ -208,8 +204,6 @@ async def test_a_video_is_answered_as_by_the_whole_model(two_encoders: Running) 
     data = clip(16, width=140, height=112)
     parts = [video_part(data), {"type": "text", "text": COLOUR_QUESTION}]
     messages = [{"role": "user", "content": parts}]
-    config = read_video_config(two_encoders.folder)
-    assert config is not None
     if two_encoders.folder == QWEN3_VL:
         body = {"model": MODEL, "messages": messages, "max_tokens": 4}
         url = f"{two_encoders.deployment.url}/v1/chat/completions"
@@ -220,9 +214,7 @@ async def test_a_video_is_answered_as_by_the_whole_model(two_encoders: Running) 
 
     found = await two_encoders.ask(messages, return_token_ids=True)
 
-    limits = VideoLimits(max_frame_pixels=10**6, max_frames=64, max_pixels=10**7, timeout_s=30.0)
-    with closing(VideoProcessor(config, limits, 10_000)) as processor:
-        prepared = processor.prepare(data, VideoOptions())
+    prepared = prepared_video(two_encoders.folder, data)
     patches, grid = torch.from_numpy(prepared.pixels), prepared.layout.geometry
     assert grid[0] == 2
     assert _same(found, two_encoders.reference.answer_video(COLOUR_QUESTION, patches, grid))

@@ -52,13 +52,38 @@ def data_url(picture: Picture) -> str:
 
 def ask(pictures: Sequence[Picture], question: str | None = None) -> list[Message]:
     """Return the messages that ask for the colours of these pictures, or another question about them."""
-    text = question or (COLOUR_QUESTION if len(pictures) < 2 else COLOURS_QUESTION)
+    asked = question or (COLOUR_QUESTION if len(pictures) < 2 else COLOURS_QUESTION)
     parts: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": data_url(picture)}} for picture in pictures
     ]
-    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": asked}]}]
 
 
 def expected_answer(pictures: Sequence[Picture]) -> str:
     """Return the right answer to `ask(pictures)`."""
     return colours_answer(tuple(pictures))
+
+
+def text(question: str) -> list[Message]:
+    """Return a conversation without pictures."""
+    return [{"role": "user", "content": question}]
+
+
+def mixed(count: int, *, first: int) -> list[tuple[list[Message], list[Picture]]]:
+    """Return `count` conversations with their pictures: one and two pictures, text only, several turns.
+
+    The pictures are held-out pictures from number `first`.
+    """
+    pictures = list(held_out_pictures(2 * count, first=first))
+    made: list[tuple[list[Message], list[Picture]]] = []
+    for i in range(count):
+        two = pictures[2 * i : 2 * i + 2]
+        said = {"role": "assistant", "content": "red"}
+        kinds = [
+            (ask(two[:1]), two[:1]),
+            (ask(two), two),
+            (text(LONG_QUESTION), []),
+            ([*ask(two[:1]), said, *ask(two[1:])], two),
+        ]
+        made.append(kinds[i % 4])
+    return made

@@ -14,16 +14,11 @@ from typing import Any
 import pytest
 
 from tests.e2e.language_worker import Worker, engine_pids, language_worker
-from tests.e2e.tiny_pictures import COLOUR_QUESTION, LONG_QUESTION, QWEN2_5_VL, Message
+from tests.e2e.tiny_pictures import COLOUR_QUESTION, LONG_QUESTION, QWEN2_5_VL, text
 
 pytestmark = [pytest.mark.fault, pytest.mark.worker, pytest.mark.timeout(180)]
 
 ASK_PREFILL = {"do_remote_decode": True}
-
-
-def text(question: str) -> list[Message]:
-    """Return a conversation without pictures."""
-    return [{"role": "user", "content": question}]
 
 
 @asynccontextmanager

@@ -31,10 +31,10 @@ from tests.e2e.tiny_pictures import (
     COLOUR_QUESTION,
     LONG_QUESTION,
     QWEN2_5_VL,
-    Message,
     ask,
     expected_answer,
     held_out_pictures,
+    text,
 )
 from tests.e2e.tower import Tower
 from tests.stubs.ports import free_port
@@ -56,11 +56,6 @@ async def producer() -> AsyncIterator[Producer]:
     made = Producer(Tower(QWEN2_5_VL))
     yield made
     await made.close()
-
-
-def text(question: str) -> list[Message]:
-    """Return a conversation without pictures."""
-    return [{"role": "user", "content": question}]
 
 
 class Stream:

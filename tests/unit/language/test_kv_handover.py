@@ -32,25 +32,11 @@ from epdctl.worker.language.kv_messages import (
     prompt_digest,
 )
 from epdctl.worker.language.request import parse_chat
-from epdctl.worker.language.spec import ModelSpec
+from tests.unit.language.small_spec import SPEC
 
 pytestmark = pytest.mark.unit
 
 SHAPE = KvShape(layers=2, kv_heads=3, head_dim=4, dtype="float32")
-SPEC = ModelSpec(
-    family="qwen3_vl",
-    hidden_size=12,
-    layers=2,
-    kv_heads=3,
-    head_dim=4,
-    vocab_size=10,
-    max_positions=100,
-    dtype="float32",
-    levels=0,
-    merge=2,
-    image_token_id=9,
-    eos_token_ids=(1,),
-)
 
 
 def ticket(ids: list[int]) -> KvTicket:

@@ -9,26 +9,9 @@ from epdctl.errors import InvalidRequest
 from epdctl.worker.language.content import ImagePart
 from epdctl.worker.language.placement import match_item, place_images
 from epdctl.worker.language.request import EcItem
-from epdctl.worker.language.spec import ModelSpec
+from tests.unit.language.small_spec import PAD, SPEC, VIDEO_PAD
 
 pytestmark = pytest.mark.unit
-
-PAD, VIDEO_PAD = 7, 8
-SPEC = ModelSpec(
-    family="qwen2_5_vl",
-    hidden_size=12,
-    layers=2,
-    kv_heads=3,
-    head_dim=4,
-    vocab_size=10,
-    max_positions=100,
-    dtype="float32",
-    levels=0,
-    merge=2,
-    image_token_id=PAD,
-    eos_token_ids=(1,),
-    video_token_id=VIDEO_PAD,
-)
 
 
 def item(transfer_id: str | None, mm_hash: str | None) -> EcItem:
