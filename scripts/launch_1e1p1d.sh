@@ -22,13 +22,10 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/launch_lib.sh"
 source "$ROOT/scripts/launch_vllm.sh"
 
-ENCODE_PORT=${ENCODE_PORT:-19534}
 PREFILL_PORT=${PREFILL_PORT:-19535}
 DECODE_PORT=${DECODE_PORT:-19536}
-GPU_E=${GPU_E:-0}
 GPU_P=${GPU_P:-1}
 GPU_D=${GPU_D:-2}
-EC_ADDRESS=tcp://$HOST:$EC_PORT
 
 start_bundled() {
   start_worker encode "$ENCODE_PORT" "$GPU_E"
@@ -47,25 +44,11 @@ start_vllm() {
   if [ "$EC_CONNECTOR" != ECMooncakeConnector ]; then EC_ADDRESS=; fi
 }
 
-choose_device
-choose_engine
-for variable in PROXY_PORT ENCODE_PORT PREFILL_PORT DECODE_PORT EC_PORT; do
-  require_free_port "$variable" "${!variable}"
-done
-ensure_environment
-ensure_engine
-mkdir -p "$LOG_PATH"
-stop_with_script
-
-start_store
-"start_$ENGINE"
+start_instances PREFILL_PORT DECODE_PORT
 start_proxy --encode-servers-urls "http://$HOST:$ENCODE_PORT" --prefill-servers-urls "http://$HOST:$PREFILL_PORT" \
   --decode-servers-urls "http://$HOST:$DECODE_PORT" ${EC_ADDRESS:+--ec-consumer-zmq-addrs "$EC_ADDRESS"}
 wait_all_healthy
 register encode "$ENCODE_PORT"
 register prefill "$PREFILL_PORT" "$EC_ADDRESS"
 register decode "$DECODE_PORT"
-wait_servable
-send_prompts
-ask_about_local_picture
-stay_up
+ask_questions

@@ -3,6 +3,9 @@
 #
 # Each process leads its own process group, writes to its own log, and is taken down with the script, however that
 # ends: at its end, on Ctrl-C, on SIGTERM, or when another process fails.
+#
+# A script sets its ports and devices, has start_bundled and start_vllm for its instances, and calls in this order
+# start_instances, start_proxy, wait_all_healthy, register for each instance, ask_questions.
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -12,7 +15,10 @@ LOG_PATH=${LOG_PATH:-$ROOT/.run/$(basename "$0" .sh)}
 HOST=127.0.0.1
 PROXY_PORT=${PROXY_PORT:-${ENDPOINT_PORT:-10001}}
 PROXY_URL=http://$HOST:$PROXY_PORT
+ENCODE_PORT=${ENCODE_PORT:-19534}
 EC_PORT=${EC_PORT:-14579}                       # control port of the embeddings' consumer
+EC_ADDRESS=tcp://$HOST:$EC_PORT                 # start_vllm empties it where embeddings are not pushed
+GPU_E=${GPU_E:-0}
 NUM_PROMPTS=${NUM_PROMPTS:-100}
 MAX_NUM_SEQS=${MAX_NUM_SEQS:-128}
 DATA_PARALLEL_SIZE_E=${DATA_PARALLEL_SIZE_E:-1} # engines of a bundled encode worker; GPU_E names a device for each
@@ -120,6 +126,21 @@ start_worker() { # KIND PORT DEVICE FLAGS...
     --host "$HOST" --port "$port" --device "$DEVICE_PLATFORM" --max-batch-items "$MAX_NUM_SEQS" "$@"
 }
 
+start_instances() { # PORT_VARIABLES...: those of the script besides the proxy's, the encoder's and EC_PORT
+  local variable
+  choose_device
+  choose_engine
+  for variable in PROXY_PORT ENCODE_PORT "$@" EC_PORT; do
+    require_free_port "$variable" "${!variable}"
+  done
+  ensure_environment
+  ensure_engine
+  mkdir -p "$LOG_PATH"
+  stop_with_script
+  start_store
+  "start_$ENGINE"
+}
+
 answers() { # URL -> whether it answers 200
   [ "$(curl -s -o /dev/null -m 2 -w '%{http_code}' "$1")" = 200 ]
 }
@@ -181,6 +202,13 @@ wait_servable() {
 }
 
 # --- requests ------------------------------------------------------------------------------------------------------
+
+ask_questions() {
+  wait_servable
+  send_prompts
+  ask_about_local_picture
+  stay_up
+}
 
 send_prompts() {
   ((NUM_PROMPTS > 0)) || return 0
