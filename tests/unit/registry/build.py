@@ -95,3 +95,8 @@ def state_of(registry: Registry, url: InstanceUrl, now: float = 0.0) -> Instance
     """Return the state of `url`, None when it is not registered."""
     view = registry.find(url, now)
     return None if view is None else view.state
+
+
+def kinds(outcome: Outcome) -> list[str]:
+    """Return the kinds of the events of `outcome`."""
+    return [event.kind.value for event in outcome.events]
