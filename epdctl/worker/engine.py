@@ -39,6 +39,7 @@ from epdctl.worker.channel import (
 )
 from epdctl.worker.duties import Duties
 from epdctl.worker.leave import leave
+from epdctl.worker.native_pipe import divert
 from epdctl.worker.samples import Family, snapshot
 from epdctl.worker.socket_folder import remove_folder
 
@@ -58,6 +59,8 @@ class Launch(msgspec.Struct):
     log_format: LogFormat
     log_level: LogLevel
     settings: dict[str, Any]
+    native_output: int
+    """Descriptor for what libraries write on stderr by themselves, see `native_pipe`."""
 
 
 class Failed(msgspec.Struct):
@@ -319,5 +322,6 @@ def run_engine(build: Callable[[EngineContext], Engine]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     launch = _read_launch()
+    divert(launch.native_output)
     configure_logs(launch.log_format, launch.log_level)
     return leave(asyncio.run(_run(launch, build)))

@@ -31,6 +31,7 @@ from epdctl.worker.calls import EngineCall as EngineCall
 from epdctl.worker.calls import EngineProcess
 from epdctl.worker.channel import Channel, Endpoints, MalformedMessage, Message, bind_channel, message
 from epdctl.worker.engine import Beat, Failed, Launch, StartFailed, Stop
+from epdctl.worker.native_pipe import NativePipe
 from epdctl.worker.samples import Family, lasting, merge
 from epdctl.worker.shielded import shielded
 from epdctl.worker.socket_folder import SocketFolder, sweep
@@ -197,10 +198,11 @@ class Supervisor:
         folder = SocketFolder(self._directory)
         running: EngineProcess | None = None
         channel: Channel | None = None
+        native = NativePipe(self._log)
         try:
             channel, endpoints = bind_channel(self._context, folder.path)
             self._state, self._reason = EngineState.STARTING, "the engine process is starting"
-            running = EngineProcess(await self._spawn_process(endpoints), channel, folder)
+            running = EngineProcess(await self._spawn_process(endpoints, native), channel, folder)
             self._current = running
             self._spawn(self._greet(running))
             reason = await self._watch(running)
@@ -211,6 +213,7 @@ class Supervisor:
                 self._lose(running, "the engine process could not be watched")
             if running is not None:
                 await _kill(running.process)
+            native.close()
             if channel is not None:
                 channel.close()
             folder.close()
@@ -228,19 +231,22 @@ class Supervisor:
         self._past, self._latest = lasting(merge([self._past, self._latest])), []
         running.fail_calls(reason)
 
-    async def _spawn_process(self, endpoints: Endpoints) -> asyncio.subprocess.Process:
+    async def _spawn_process(self, endpoints: Endpoints, native: NativePipe) -> asyncio.subprocess.Process:
         launch = Launch(
             to_engine=endpoints.to_engine,
             to_front=endpoints.to_front,
             log_format=self._spec.log_format,
             log_level=self._spec.log_level,
             settings=dict(self._spec.settings),
+            native_output=native.engine_end,
         )
         process = await asyncio.create_subprocess_exec(
             *shielded(sys.executable, "-m", self._spec.module),
             stdin=asyncio.subprocess.PIPE,
             env=self._spec.environment,
+            pass_fds=(native.engine_end,),
         )
+        native.listen()
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(launch) + b"\n")
         return process

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from epdctl.errors import EngineUnavailable, InvalidRequest
 from epdctl.worker.engine import NEWS_INTERVAL_S, StartFailed
@@ -365,6 +366,28 @@ async def test_what_was_answered_is_counted_though_the_engine_dies(engine: Start
 
     samples = [s for f in await supervisor.families() for s in f.samples]
     assert [s.value for s in samples if s.name == "epdctl_ec_bytes_total"] == [5.0]
+
+
+async def test_what_a_library_writes_is_told_in_the_log(
+    engine: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its lines on stderr are lines of the front's log, one for many equal ones; Python's own stay there."""
+    supervisor = engine()
+    with capture_logs() as logs:
+        await supervisor.start()
+        async with supervisor.call() as call:
+            for _ in range(3):
+                await call.send("say", "E1130 00:38:39.123456 12345 plugin.cpp:10] connect() refused\n")
+            await call.send("die")
+            with pytest.raises(EngineUnavailable):
+                await call.receive()
+        await wait_until(lambda: supervisor.status().restarts == 1, "restart")
+
+    told = [line for line in logs if line["event"] == "native_output"]
+    assert [(line["text"], line["source"], line["engine"]) for line in told] == [
+        ("connect() refused", "plugin.cpp:10", "echo")
+    ]
+    assert capfd.readouterr().err.splitlines().count("by Python") == 3
 
 
 async def test_engine_ends_when_its_front_is_gone(engine: Start) -> None:

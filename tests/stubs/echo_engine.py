@@ -2,8 +2,9 @@
 
 Run by `worker.supervisor` with `python -m`. Setting `start`: "ok", "fail", "die", "hang".
 Messages: `echo` (frames come back), `refuse`, `die`, `hang` (stops beating), `silent` (never answered),
-`count` (moves a counter), `break` (with `what`: a loop, a callback, a forgotten task, the health or the
-message itself fails); `cancel` is answered with `cancelled` on the call `watch`.
+`count` (moves a counter), `say` (writes on stderr as a library does), `break` (with `what`: a loop, a
+callback, a forgotten task, the health or the message itself fails); `cancel` is answered with `cancelled` on
+the call `watch`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -57,6 +59,9 @@ class EchoEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         elif received.kind == "hang":
             time.sleep(3600)  # noqa: ASYNC251 - a hung loop is what this is for
+        elif received.kind == "say":
+            os.write(2, received.parse(str).encode())
+            print("by Python", file=sys.stderr)  # noqa: T201 - what is not diverted
         elif received.kind == "break":
             self._break(received.parse(str))
         elif received.kind == "cancel":
