@@ -10,7 +10,9 @@
     await client.close()
 
 Rules of this file: every exchange has a deadline; a socket whose exchange failed or was cancelled is thrown
-away, so that a late reply is never taken for another's; no exchange waits for another one's reply. Foreign
+away, so that a late reply is never taken for another's; no exchange waits for another one's reply. What is
+asked of a consumer that was asked before is sent by the call itself, and not when its task gets a turn: in a
+burst the consumer then works while the rest of the burst is still being made. Foreign
 exceptions become `ConsumerUnavailable` (nobody is there; `ConsumerSilent` when it did not answer in time) or
 `UpstreamProtocol` (the answer is not in the protocol) here.
 """
@@ -19,9 +21,9 @@ from __future__ import annotations
 
 import asyncio
 import socket as tcp
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -77,6 +79,7 @@ class ControlClient:
         self._context = context if context is not None else zmq.asyncio.Context()
         self._owns_context = context is None
         self._idle: list[zmq.asyncio.Socket] = []
+        self._busy: set[zmq.asyncio.Socket] = set()
         self._closed = False
 
     async def peers(self) -> list[int]:
@@ -86,27 +89,32 @@ class ControlClient:
             raise UpstreamProtocol("the EC consumer refused to name its ranks")
         return list(result.ports)
 
-    async def reserve(self, item: ReserveItem) -> Reservation | Refusal:
+    def reserve(self, item: ReserveItem) -> Coroutine[Any, Any, Reservation | Refusal]:
         """Ask for the space of one item; a refusal is a value, not an exception."""
         request = Reserve(**msgspec.structs.asdict(item))
-        answer: Reservation | Refusal = await self._ask(
-            "reserve", request, partial(parse_reply, kind=Reservation)
-        )
-        return answer
+        return self._ask("reserve", request, partial(parse_reply, kind=Reservation))
 
-    async def reserve_batch(self, items: Sequence[ReserveItem]) -> list[Reservation | Refusal]:
+    def reserve_batch(self, items: Sequence[ReserveItem]) -> Coroutine[Any, Any, list[Reservation | Refusal]]:
         """Ask for the space of several items; one answer each, in order."""
         request = ReserveBatch(items=[msgspec.Raw(encode(item)) for item in items])
-        answers = await self._ask("reserve_batch", request, parse_reserve_replies)
-        return [answers] * len(items) if isinstance(answers, Refusal) else _as_many(answers, items)
 
-    async def complete_batch(self, items: Sequence[CompleteItem]) -> list[CompleteResult]:
+        def parse(body: bytes) -> list[Reservation | Refusal]:
+            answers = parse_reserve_replies(body)
+            return [answers] * len(items) if isinstance(answers, Refusal) else _as_many(answers, items)
+
+        return self._ask("reserve_batch", request, parse)
+
+    def complete_batch(self, items: Sequence[CompleteItem]) -> Coroutine[Any, Any, list[CompleteResult]]:
         """Publish finished writes; one answer each, in order. A refused batch counts as not completed."""
         request = CompleteBatch(items=[msgspec.Raw(encode(item)) for item in items])
-        answers = await self._ask("complete_batch", request, parse_complete_replies)
-        if isinstance(answers, Refusal):
-            return [CompleteResult(completed=False, became_ready=False)] * len(items)
-        return _as_many(answers, items)
+
+        def parse(body: bytes) -> list[CompleteResult]:
+            answers = parse_complete_replies(body)
+            if isinstance(answers, Refusal):
+                return [CompleteResult(completed=False, became_ready=False)] * len(items)
+            return _as_many(answers, items)
+
+        return self._ask("complete_batch", request, parse)
 
     async def cancel(
         self,
@@ -139,26 +147,47 @@ class ControlClient:
     async def close(self) -> None:
         """Close all sockets at once, without waiting for anything unsent."""
         self._closed = True
-        for socket in self._idle:
+        for socket in (*self._idle, *self._busy):
             socket.close(linger=0)
         self._idle.clear()
+        self._busy.clear()
         if self._owns_context:
             self._context.destroy(linger=0)
 
-    async def _ask(self, op: str, request: object, parse: Callable[[bytes], T]) -> T:
-        body = await self._exchange(op, encode(request))
+    def _ask(self, op: str, request: object, parse: Callable[[bytes], T]) -> Coroutine[Any, Any, T]:
+        body = encode(request)
+        sending: tuple[zmq.asyncio.Socket, Awaitable[object]] | None = None
+        if self._idle:
+            socket = self._idle.pop()
+            self._busy.add(socket)
+            sending = socket, socket.send(body)
+        return self._answer(op, body, sending, parse)
+
+    async def _answer(
+        self,
+        op: str,
+        body: bytes,
+        sending: tuple[zmq.asyncio.Socket, Awaitable[object]] | None,
+        parse: Callable[[bytes], T],
+    ) -> T:
+        answer = await self._exchange(op, body, sending)
         try:
-            return parse(body)
+            return parse(answer)
         except BadMessage as error:
             raise UpstreamProtocol(f"the EC consumer's answer to '{op}' is not in the protocol") from error
 
-    async def _exchange(self, op: str, body: bytes) -> bytes:
-        socket: zmq.asyncio.Socket | None = None
+    async def _exchange(
+        self, op: str, body: bytes, sending: tuple[zmq.asyncio.Socket, Awaitable[object]] | None
+    ) -> bytes:
+        socket = None if sending is None else sending[0]
         healthy = False
         try:
             async with asyncio.timeout(self._timeout_s):
-                socket = self._idle.pop() if self._idle else await self._connect()
-                await socket.send(body)
+                if sending is None:
+                    socket = await self._connect()
+                    sending = socket, socket.send(body)
+                socket, sent = sending
+                await sent
                 frames = await socket.recv_multipart()
             healthy = len(frames) == 1
         except (TimeoutError, zmq.ZMQError) as error:
@@ -176,12 +205,14 @@ class ControlClient:
         # A REQ socket retries a refused connection in silence; a plain connect tells us at once.
         await _check_reachable(self.address.host, self.address.port)
         socket = self._context.socket(zmq.REQ)
+        self._busy.add(socket)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(str(self.address))
         return socket
 
     def _give_back(self, socket: zmq.asyncio.Socket, healthy: bool) -> None:
+        self._busy.discard(socket)
         if healthy and not self._closed and len(self._idle) < MAX_IDLE_SOCKETS:
             self._idle.append(socket)
         else:

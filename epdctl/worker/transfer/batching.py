@@ -12,8 +12,8 @@ with them; everybody gets one, and one that raises takes nobody with it. Nothing
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Generic, TypeVar
 
 import structlog
 
@@ -27,10 +27,13 @@ A = TypeVar("A")
 
 
 class Batched(Generic[I, A]):
-    """Asks for items together; `first` is the most that a message after a pause takes."""
+    """Asks for items together; a message after a pause goes out at once when it has `first`, its most.
+
+    `ask_many` may send the question when it is called, or when what it returns is awaited.
+    """
 
     def __init__(
-        self, ask_many: Callable[[Sequence[I]], Awaitable[Sequence[A]]], *, first: int = MAX_BATCH
+        self, ask_many: Callable[[Sequence[I]], Coroutine[Any, Any, Sequence[A]]], *, first: int = MAX_BATCH
     ) -> None:
         self._ask_many = ask_many
         self._first = first
@@ -45,6 +48,9 @@ class Batched(Generic[I, A]):
     def ask(self, item: I, answered: Callable[[A | EpdError], None]) -> None:
         """Ask for `item`, and call `answered` with the answer or the error."""
         self._queue.append((item, answered))
+        if len(self._queue) == self._first and not self._tasks and self._has_paused():
+            self._send_next(self._first)
+            return
         if not self._looking and not self._tasks:
             self._looking = True
             self._loop.call_soon(self._look)
@@ -61,8 +67,10 @@ class Batched(Generic[I, A]):
     def _look(self) -> None:
         self._looking = False
         if self._queue and not self._tasks:
-            has_paused = self._loop.time() - self._sent_at > MAX_WAIT_S
-            self._send_next(self._first if has_paused else MAX_BATCH)
+            self._send_next(self._first if self._has_paused() else MAX_BATCH)
+
+    def _has_paused(self) -> bool:
+        return self._loop.time() - self._sent_at > MAX_WAIT_S
 
     def _send_all(self) -> None:
         self._overdue = None
@@ -74,7 +82,7 @@ class Batched(Generic[I, A]):
         if not self._queue:
             self._stop_timer()
         self._sent_at = self._loop.time()
-        task = self._loop.create_task(self._send(batch))
+        task = self._loop.create_task(self._send(self._ask_many([item for item, _ in batch]), batch))
         self._tasks.add(task)
         task.add_done_callback(self._sent)
 
@@ -88,10 +96,14 @@ class Batched(Generic[I, A]):
             self._overdue.cancel()
             self._overdue = None
 
-    async def _send(self, batch: list[tuple[I, Callable[[A | EpdError], None]]]) -> None:
+    async def _send(
+        self,
+        asked: Coroutine[Any, Any, Sequence[A]],
+        batch: list[tuple[I, Callable[[A | EpdError], None]]],
+    ) -> None:
         answers: Sequence[A | EpdError]
         try:
-            answers = await self._ask_many([item for item, _ in batch])
+            answers = await asked
         except EpdError as error:
             answers = [error] * len(batch)
         except Exception:  # noqa: BLE001 - whoever asked must hear of it, or waits until its deadline

@@ -8,8 +8,8 @@ exchange was lost or its Mooncake session changed. Nothing is retried here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import zmq.asyncio
 
@@ -31,8 +31,10 @@ class RankLink:
 
     def __init__(self, client: ControlClient) -> None:
         self._client = client
-        self._reserve = Batched(self._reserve_many, first=FIRST_RESERVES)
-        self._complete = Batched(self._complete_many)
+        self._reserve: Batched[ReserveItem, Reservation | Refusal] = Batched(
+            self._reserve_many, first=FIRST_RESERVES
+        )
+        self._complete: Batched[CompleteItem, CompleteResult] = Batched(self._complete_many)
         self.session: str | None = None
         self.heard_at = float("-inf")
 
@@ -72,14 +74,22 @@ class RankLink:
         self._complete.close()
         await self._client.close()
 
-    async def _reserve_many(self, items: Sequence[ReserveItem]) -> Sequence[Reservation | Refusal]:
+    def _reserve_many(
+        self, items: Sequence[ReserveItem]
+    ) -> Coroutine[Any, Any, Sequence[Reservation | Refusal]]:
         # vLLM's producer sends the single form for one item; so do we.
         if len(items) == 1:
-            return self._heard([await self._client.reserve(items[0])])
-        return self._heard(await self._client.reserve_batch(items))
+            return self._as_one(self._client.reserve(items[0]))
+        return self._noted(self._client.reserve_batch(items))
 
-    async def _complete_many(self, items: Sequence[CompleteItem]) -> Sequence[CompleteResult]:
-        return self._heard(await self._client.complete_batch(items))
+    def _complete_many(self, items: Sequence[CompleteItem]) -> Coroutine[Any, Any, Sequence[CompleteResult]]:
+        return self._noted(self._client.complete_batch(items))
+
+    async def _as_one(self, asked: Coroutine[Any, Any, A]) -> Sequence[A]:
+        return [self._heard(await asked)]
+
+    async def _noted(self, asked: Coroutine[Any, Any, A]) -> A:
+        return self._heard(await asked)
 
     def _heard(self, answer: A) -> A:
         self.heard_at = asyncio.get_running_loop().time()

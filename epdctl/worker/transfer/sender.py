@@ -91,7 +91,6 @@ class Sender:
             raise Overloaded("too many embeddings wait for this EC consumer", retry_after_s=1)
         if not consumer.suspicion.ask(asyncio.get_running_loop().time()):
             raise silence()
-        consumer.pending += 1
         delivery = Delivery(
             self._around,
             consumer,
@@ -99,6 +98,7 @@ class Sender:
             on_finish=lambda: self._finished(consumer),
             on_over=self._over,
         )
+        consumer.pending += 1
         self._open[delivery] = consumer
         return delivery
 

@@ -16,6 +16,7 @@ from epdctl.ec.client import MAX_IDLE_SOCKETS, ControlClient
 from epdctl.ec.protocol import CompleteItem, Refusal, ReserveItem
 from epdctl.errors import ConsumerUnavailable, InvalidRequest, UpstreamProtocol
 from tests.stubs.ports import free_port
+from tests.stubs.process import wait_until
 
 pytestmark = pytest.mark.unit
 
@@ -271,3 +272,39 @@ def test_a_bad_address_is_refused(address: str) -> None:
         ControlClient(address, 1.0)
 
     assert caught.value.param == "consumer_zmq"
+
+
+async def test_a_known_consumer_is_asked_by_the_call_itself() -> None:
+    """What is asked for on an open connection is on its way before anybody awaits the answer."""
+    seen: list[str] = []
+
+    async def handle(request: dict[str, Any]) -> list[bytes]:
+        seen.append(request["op"])
+        return result({"ports": [7]} if request["op"] == "peers" else {"items": []})
+
+    async with server(handle) as (address, _):
+        client = ControlClient(address, 5.0)
+        await client.peers()
+        asked = client.complete_batch([])
+        await wait_until(lambda: seen == ["peers", "complete_batch"], "it has arrived")
+        answer = await asked
+        await client.close()
+
+    assert answer == []
+
+
+async def test_a_question_that_nobody_awaits_leaves_no_socket() -> None:
+    """Closing the client ends every connection, also that of a question that was dropped."""
+
+    async def handle(request: dict[str, Any]) -> list[bytes]:
+        return result({"ports": [7]})
+
+    async with server(handle) as (address, _):
+        context = zmq.asyncio.Context()
+        client = ControlClient(address, 5.0, context=context)
+        await client.peers()
+        client.complete_batch([DONE]).close()
+        await client.close()
+        async with asyncio.timeout(10):
+            # It waits until every socket of the context is closed.
+            await asyncio.to_thread(context.term)

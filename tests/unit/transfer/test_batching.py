@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from itertools import chain
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,28 @@ async def test_a_burst_begins_with_a_small_message() -> None:
 
     assert [len(message) for message in consumer.messages] == [8, MAX_BATCH, 3]
     assert list(range(8 + MAX_BATCH + 3)) == list(chain(*consumer.messages))
+
+
+async def test_the_first_message_of_a_burst_is_asked_before_the_burst_is_over() -> None:
+    """The consumer has it while the rest of the burst is still being made."""
+    asked: list[list[int]] = []
+
+    def ask_many(items: Sequence[int]) -> Coroutine[Any, Any, Sequence[int]]:
+        asked.append(list(items))
+        return consumer.ask_many(items)
+
+    consumer = Consumer()
+    consumer.gate.set()
+    batched: Batched[int, int] = Batched(ask_many, first=2)
+    answers: list[int | EpdError] = []
+    for item in range(2):
+        batched.ask(item, answers.append)
+    early = list(asked)
+    batched.ask(2, answers.append)
+    await wait_until(lambda: len(answers) == 3, "all are answered")
+
+    assert early == [[0, 1]]
+    assert asked == [[0, 1], [2]]
 
 
 async def test_what_comes_while_a_message_is_under_way_goes_into_the_next() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from epdctl.worker.transfer.turns import EACH_TURN, Turns
+from epdctl.worker.transfer.turns import AT_ONCE, EACH_TURN, Turns
 from tests.stubs.process import wait_until
 
 pytestmark = pytest.mark.unit
@@ -30,15 +30,28 @@ def faults_of_the_loop() -> Iterator[list[dict[str, Any]]]:
 async def test_much_work_lets_others_in_between() -> None:
     """A burst is done in order, and what else the loop has to do is not behind the whole of it."""
     turns, done = Turns(), []
-    for number in range(3 * EACH_TURN):
+    for number in range(AT_ONCE + 3 * EACH_TURN):
         turns.add(lambda number=number: done.append(number))  # type: ignore[misc]
-    seen_by_others = []
+    seen_by_others = [len(done)]
     for _ in range(4):
         await asyncio.sleep(0)
         seen_by_others.append(len(done))
 
-    assert list(range(3 * EACH_TURN)) == done
-    assert seen_by_others == [EACH_TURN, 2 * EACH_TURN, 3 * EACH_TURN, 3 * EACH_TURN]
+    assert list(range(AT_ONCE + 3 * EACH_TURN)) == done
+    assert seen_by_others == [AT_ONCE + turn * EACH_TURN for turn in (0, 1, 2, 3, 3)]
+
+
+async def test_the_first_few_are_done_at_once() -> None:
+    """Whoever adds little does not wait for a turn; after one that had nothing left, a few more are."""
+    turns, done = Turns(), []
+    turns.add(lambda: done.append(1))
+    at_once = list(done)
+    await asyncio.sleep(0)
+    for number in range(2, AT_ONCE + 3):
+        turns.add(lambda number=number: done.append(number))  # type: ignore[misc]
+
+    assert at_once == [1]
+    assert list(range(1, AT_ONCE + 2)) == done
 
 
 async def test_work_that_fails_takes_nobody_with_it() -> None:
@@ -49,6 +62,8 @@ async def test_work_that_fails_takes_nobody_with_it() -> None:
         raise RuntimeError("in the work")
 
     with faults_of_the_loop() as faults:
+        for _ in range(AT_ONCE):
+            turns.add(lambda: None)
         turns.add(fail)
         turns.add(lambda: done.append(1))
         await wait_until(lambda: done == [1], "the second is done")
@@ -56,11 +71,26 @@ async def test_work_that_fails_takes_nobody_with_it() -> None:
     assert [str(fault["exception"]) for fault in faults] == ["in the work"]
 
 
+async def test_work_that_fails_at_once_fails_whoever_adds_it() -> None:
+    """It knows best what else there is to undo; the next one is not affected."""
+    turns, done = Turns(), []
+
+    def fail() -> None:
+        raise RuntimeError("in the work")
+
+    with pytest.raises(RuntimeError, match="in the work"):
+        turns.add(fail)
+    turns.add(lambda: done.append(1))
+
+    assert done == [1]
+
+
 async def test_nothing_is_done_after_the_end() -> None:
     """What is left when it is closed is dropped."""
     turns, done = Turns(), []
-    turns.add(lambda: done.append(1))
+    for _ in range(AT_ONCE + 1):
+        turns.add(lambda: done.append(1))
     turns.close()
     await asyncio.sleep(0)
 
-    assert done == []
+    assert done == [1] * AT_ONCE
