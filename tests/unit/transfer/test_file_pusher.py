@@ -182,6 +182,10 @@ async def test_a_folder_that_fails_again_and_again_is_trouble_until_it_heals(
     assert world.pusher.trouble() == "no space"
     await wait_until(lambda: len(stuck.probes) > 1, "the folder is probed", 20.0)
     assert world.pusher.trouble() == "no space"
+    stuck.failure = ValueError("a bug")
+    probed = len(stuck.probes)
+    await wait_until(lambda: len(stuck.probes) > probed + 2, "a bug does not end the probing", 20.0)
+    assert world.pusher.trouble() == "no space"
     stuck.failure = None
     await wait_until(lambda: world.pusher.trouble() is None, "the trouble is over", 20.0)
     assert set(stuck.probes) == {NBYTES}
