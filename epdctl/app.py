@@ -15,6 +15,7 @@ from pathlib import Path
 from aiohttp import web
 from pydantic import SecretStr
 
+from epdctl import garbage
 from epdctl.config import EXIT_FAILED
 from epdctl.config.serve import ServeSettings
 from epdctl.health.api import HealthApi
@@ -30,7 +31,6 @@ from epdctl.lifecycle import (
     Presence,
     announce_ready,
     bind_socket,
-    collect_garbage_seldom,
     keep_freed_memory,
     run_loop,
     say,
@@ -94,7 +94,7 @@ def run(settings: ServeSettings) -> int:
     """Serve until a signal; return 0 after a polite end, 1 when serving could not begin or was cut short."""
     configure_logs(settings.log_format, "debug" if settings.log_requests else settings.log_level)
     keep_freed_memory()
-    collect_garbage_seldom()
+    garbage.collect_seldom(garbage.PROXY)
     try:
         return run_loop(lambda: _serve(settings))
     except (CannotListen, StoreFailed) as error:

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import ctypes
 import errno
-import gc
 import signal
 import socket
 import sys
@@ -35,8 +34,6 @@ _ALWAYS_ANSWERED = frozenset({"/health", "/ready", "/metrics"})
 _BACKLOG = 1024
 # Longer than what clients and load balancers keep an idle connection open, so that they close first.
 _KEEPALIVE_TIMEOUT_S = 75.0
-
-_GC_THRESHOLDS = (50_000, 50, 100)
 
 # From glibc's malloc.h. 32 MiB is the largest mmap threshold glibc takes on 64 bits.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -127,17 +124,6 @@ def keep_freed_memory() -> bool:
     )
     taken = [mallopt(name, value) for name, value in settings]
     return all(taken)
-
-
-def collect_garbage_seldom() -> None:
-    """Take what is loaded by now out of the cyclic collector's sight, and let it look less often.
-
-    With Python's defaults (700, 10, 10) it took an eighth of the processor time of text requests, and its
-    pauses were most of their p99: a request makes a few hundred objects, almost none of them in cycles.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
 
 
 def bind_socket(host: str, port: int) -> socket.socket:

@@ -6,7 +6,7 @@ pushes: reserve, write, complete and the consumer's take included. `pushed` leav
 vLLM consumer, which ignores it; with `verified` the consumer checks the blake3 of each item before it
 publishes it. A ratio is the median over the rounds of (pushed / the best raw way of the case, same round).
 Each case is measured with several sets of new processes: where their threads come to run on few cores
-decides up to a fifth of every figure, the raw ones too.
+decides up to a fifth of every figure, the raw ones too. Both ends collect garbage as engines do.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 from benchmarks.machine import machine, quietly
 from benchmarks.transfer.items import ROW_BYTES, SIZES, TOTAL_BYTES, Case, items_of, shape_of
 from benchmarks.transfer.producer import Pushed, Raw, Target, raw_ways
+from epdctl import garbage
 from epdctl.worker.transfer.environment import mooncake_environment
 from epdctl.worker.transfer.memory import HostMemory
 
@@ -233,6 +234,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 async def run(options: argparse.Namespace) -> int:
     """Measure every case, print the table, and return the exit code."""
     os.environ.update(mooncake_environment(os.environ, protocol="tcp"))
+    garbage.collect_seldom(garbage.ENGINE)
     before = machine()
     with quietly():
         results = [

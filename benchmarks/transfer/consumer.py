@@ -17,6 +17,7 @@ import sys
 from typing import Any
 
 from benchmarks.transfer.items import HOST
+from epdctl import garbage
 from epdctl.domain import TransferId
 from epdctl.worker.transfer.environment import mooncake_environment
 from epdctl.worker.transfer.memory import HostMemory
@@ -56,6 +57,7 @@ async def _obey(receiver: Receiver) -> None:
 
 async def serve(nbytes: int, verify: bool) -> None:
     """Receive until standard input ends."""
+    garbage.collect_seldom(garbage.ENGINE)
     memory = HostMemory(nbytes)
     engine = TransferEngine(host=HOST)
     engine.register(memory.address, memory.nbytes)

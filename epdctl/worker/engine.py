@@ -25,6 +25,7 @@ import msgspec
 import structlog
 import zmq.asyncio
 
+from epdctl import garbage
 from epdctl.errors import EngineUnavailable, EpdError, InternalFailure
 from epdctl.logs import LogFormat, LogLevel, configure_logs
 from epdctl.metrics import WorkerMetrics
@@ -285,6 +286,7 @@ class _Session:
     async def _engine_start(self) -> Mapping[str, Any] | None:
         try:
             facts = await self._engine.start()
+            garbage.collect_seldom(garbage.ENGINE)
             await self._channel.receive()  # the front's `hello`: both directions work
             return facts
         except StartFailed as error:

@@ -23,7 +23,7 @@ import structlog
 import zmq.asyncio
 from aiohttp import web
 
-from epdctl import __version__
+from epdctl import __version__, garbage
 from epdctl.errors import ShuttingDown, UnsupportedEndpoint
 from epdctl.http_errors import REQUEST_ID, Handler, JsonRunner, error_middleware, error_response
 from epdctl.metrics import CONTENT_TYPE, WorkerMetrics
@@ -261,6 +261,7 @@ async def run_worker(run: WorkerRun) -> int:
     try:
         if not await _start_engines(run, stop):
             return 0 if stop.is_set() else 1
+        garbage.collect_seldom(garbage.ENGINE)
         log.info("worker_ready", model=run.edge.model_name, transport=run.edge.transport)
         if run.announcer is not None:
             announcing = asyncio.create_task(repeated(run.announcer.run, name="registration"))

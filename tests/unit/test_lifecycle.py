@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import socket
 
 import pytest
@@ -15,7 +14,6 @@ from epdctl.lifecycle import (
     CannotListen,
     Presence,
     bind_socket,
-    collect_garbage_seldom,
     keep_freed_memory,
     url_of,
 )
@@ -102,18 +100,6 @@ def test_the_announced_url_can_be_used(host: str, name: str) -> None:
         assert url_of(listener, host) == f"http://{name}:{listener.getsockname()[1]}"
     finally:
         listener.close()
-
-
-def test_the_collector_looks_seldom() -> None:
-    """What is loaded is left alone, and it takes many objects before the collector runs."""
-    before = gc.get_threshold()
-    try:
-        collect_garbage_seldom()
-        assert gc.get_freeze_count() > 1000
-        assert gc.get_threshold()[0] >= 10_000
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*before)
 
 
 def test_memory_is_kept_where_glibc_is() -> None:
