@@ -27,9 +27,7 @@ from enum import StrEnum
 CHUNK_BYTES = 2**20
 """The shortest that a write is cut to: the transport's best figures are with four of these in flight."""
 LONGEST_BYTES = 2**24
-"""The greatest length of a write of one large item."""
-MERGED_BYTES = 2**23
-"""The greatest length of other writes. Merged items end together: the first of them waits for the last."""
+"""The greatest length of a write. Merged items end together: the first of them waits for the last."""
 LANES = 4
 RETRY_S = 1.0
 MAX_SESSIONS = 1024
@@ -84,11 +82,10 @@ class _Session:
         """The most bytes that the next write takes."""
         if not self.proven:
             return CHUNK_BYTES
-        most = LONGEST_BYTES if self.queue[0][1].nbytes > MERGED_BYTES else MERGED_BYTES
         share = _whole_chunks(self.queued_bytes / (LANES - self.in_flight))
-        if share <= most:
+        if share <= LONGEST_BYTES:
             return share
-        return _whole_chunks(most * (self.in_flight + 1) / LANES)
+        return _whole_chunks(LONGEST_BYTES * (self.in_flight + 1) / LANES)
 
     @property
     def is_idle(self) -> bool:
@@ -197,7 +194,6 @@ class Lanes:
     def _next(self, name: str, peer: _Session) -> Submission:
         # Lanes of one length would end together, and leave the transport idle until somebody looks.
         longest = peer.longest
-        merged = min(longest, MERGED_BYTES)
         job, piece = peer.queue.popleft()
         jobs = [job]
         if piece.nbytes > longest:
@@ -205,7 +201,7 @@ class Lanes:
             peer.queue.appendleft((job, rest))
         else:
             self._jobs[job].queued -= 1
-        while peer.queue and _adjoins(piece, peer.queue[0][1], merged):
+        while peer.queue and _adjoins(piece, peer.queue[0][1], longest):
             other, following = peer.queue.popleft()
             piece = Piece(piece.source, piece.destination, piece.nbytes + following.nbytes)
             jobs.append(other)

@@ -11,7 +11,6 @@ from epdctl.worker.transfer.lanes import (
     LANES,
     LONGEST_BYTES,
     MAX_SESSIONS,
-    MERGED_BYTES,
     RETRY_S,
     JobUpdate,
     Lanes,
@@ -139,20 +138,18 @@ class TestLanes:
         assert max(lengths) == LONGEST_BYTES
         assert len(lengths) == 7
 
-    @pytest.mark.parametrize(
-        ("piece", "greatest"), [(CHUNK_BYTES, MERGED_BYTES), (64 * CHUNK_BYTES, LONGEST_BYTES)]
-    )
-    def test_writes_that_start_together_do_not_end_together(self, piece: int, greatest: int) -> None:
+    @pytest.mark.parametrize("piece", [CHUNK_BYTES, 64 * CHUNK_BYTES])
+    def test_writes_that_start_together_do_not_end_together(self, piece: int) -> None:
         """With much queued the four have four lengths; each that follows another has the greatest."""
         lanes = opened("s")
-        for number in range(128 * CHUNK_BYTES // piece):
+        for number in range(256 * CHUNK_BYTES // piece):
             lanes.add("s", number, [Piece(number * piece, number * piece, piece)])
         together = lanes.due()
         lanes.ended(together[0], True, 0)
 
-        fourth = greatest // 4
-        assert [fourth, 2 * fourth, 3 * fourth, greatest] == [write.piece.nbytes for write in together]
-        assert [greatest] == [write.piece.nbytes for write in lanes.due()]
+        fourth = LONGEST_BYTES // 4
+        assert [fourth, 2 * fourth, 3 * fourth, 4 * fourth] == [write.piece.nbytes for write in together]
+        assert [write.piece.nbytes for write in lanes.due()] == [LONGEST_BYTES]
 
     def test_what_the_lanes_take_goes_at_once(self) -> None:
         """When the rest fits into the free lanes nothing of it waits for the next look at them."""
@@ -166,10 +163,10 @@ class TestLanes:
     def test_neighbours_do_not_wait_for_each_other_too_long(self) -> None:
         """However much is queued, what is merged stays within its own bound."""
         lanes = opened("s")
-        for number in range(64):
+        for number in range(128):
             lanes.add("s", number, [Piece(number * CHUNK_BYTES, number * CHUNK_BYTES, CHUNK_BYTES)])
 
-        assert max(submission.piece.nbytes for submission in lanes.due()) == MERGED_BYTES
+        assert max(submission.piece.nbytes for submission in lanes.due()) == LONGEST_BYTES
 
     def test_the_first_write_to_a_session_is_short(self) -> None:
         """What a session does with its first write is not known yet, so not much goes into it."""
