@@ -149,16 +149,29 @@ async def test_killed_engine_fails_what_was_in_flight_and_comes_back(
     worker: EncodeWorker, switch: Switch
 ) -> None:
     """kill -9 of the engine: requests in flight fail within 2 s as 503 `engine_unavailable`, `/health` says
-    why, and the worker serves again by itself."""
+    why, and the worker serves again by itself. What they had reserved at a consumer is free again at once."""
     switch.set("hang")
-    waiting = [asyncio.create_task(worker.encode(part(picture((n, 9, 9))))) for n in range(3)]
-    await until_in_the_tower(worker)
+    async with open_consumer() as consumer:
+        waiting = [
+            asyncio.create_task(
+                worker.encode(part(picture((n, 9, 9))), consumer=consumer.address, transfer_ids=[new_id()])
+            )
+            for n in range(3)
+        ]
+        await until_in_the_tower(worker)
+        await wait_until(
+            lambda: consumer.receiver.stats().reservations["writing"] >= 1, "one has reserved", 30.0
+        )
 
-    os.kill(worker.engine_pid(), signal.SIGKILL)
-    killed_at = time.monotonic()
-    replies = await asyncio.gather(*waiting)
-    took_s = time.monotonic() - killed_at
-    status, text = await worker.get("/health")
+        os.kill(worker.engine_pid(), signal.SIGKILL)
+        killed_at = time.monotonic()
+        replies = await asyncio.gather(*waiting)
+        took_s = time.monotonic() - killed_at
+        status, text = await worker.get("/health")
+        held = consumer.receiver.stats()
+
+    assert held.reservations["writing"] == 0
+    assert held.arena_bytes["used"] == 0
 
     assert [(reply.status, reply.code) for reply in replies] == [(503, "engine_unavailable")] * 3
     assert took_s < 2.0

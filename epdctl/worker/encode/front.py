@@ -204,8 +204,12 @@ class EncodeFront:
         )
 
     async def _ask(self, ask: Ask, prepare: Callable[[], Prepared]) -> Done:
+        sent: Ask | None = None
+
         async def attempt(call: EngineCall, is_retry: bool) -> Done:
+            nonlocal sent
             asked = await self._asked_again(ask) if is_retry else ask
+            sent = asked
             await call.send("encode", asked)
             while True:
                 received = await call.receive()
@@ -215,7 +219,13 @@ class EncodeFront:
                     call.end()
                     return received.parse(Done)
 
-        return await self._engines.run(ask.key, attempt)
+        try:
+            return await self._engines.run(ask.key, attempt)
+        except EngineUnavailable:
+            if sent is not None:
+                # No other engine takes it; what the lost one has begun must not keep others waiting.
+                await self._asked_again(sent)
+            raise
 
     async def _asked_again(self, ask: Ask) -> Ask:
         """Return what to ask after an engine was lost, which may have begun to deliver the item."""
