@@ -17,6 +17,7 @@ from epdctl.ec.client import ControlClient
 from epdctl.ec.protocol import CompleteItem, CompleteResult, Refusal, Reservation, ReserveItem, TransferStatus
 from epdctl.errors import EpdError
 from epdctl.worker.transfer.batching import Batched
+from epdctl.worker.transfer.debts import Debts
 from epdctl.worker.transfer.push_steps import Cancel
 from epdctl.worker.transfer.suspicion import Suspicion
 from epdctl.worker.transfer.turns import Turns
@@ -35,6 +36,7 @@ class RankLink:
             self._reserve_many, first=FIRST_RESERVES
         )
         self._complete: Batched[CompleteItem, CompleteResult] = Batched(self._complete_many)
+        self._debts = Debts(self.cancel)
         self.session: str | None = None
         self.heard_at = float("-inf")
 
@@ -42,6 +44,7 @@ class RankLink:
         self, item: ReserveItem, answered: Callable[[Reservation | Refusal | EpdError], None]
     ) -> None:
         """Ask for the space of one item."""
+        self._debts.forgive(item.transfer_id)
         self._reserve.ask(item, answered)
 
     def complete(self, item: CompleteItem, answered: Callable[[CompleteResult | EpdError], None]) -> None:
@@ -60,6 +63,14 @@ class RankLink:
         )
         return self._heard(answer)
 
+    def owe(self, cancel: Cancel) -> None:
+        """Give the reservation up as soon as somebody answers here."""
+        self._debts.add(cancel)
+
+    def forget_debts(self) -> None:
+        """Owe nothing more: another process listens here now."""
+        self._debts.clear()
+
     async def status(self, transfer_id: str) -> TransferStatus | None:
         """Ask what became of a transfer."""
         return self._heard(await self._client.status(transfer_id))
@@ -70,6 +81,7 @@ class RankLink:
 
     async def close(self) -> None:
         """Drop what is under way."""
+        self._debts.close()
         self._reserve.close()
         self._complete.close()
         await self._client.close()
@@ -93,6 +105,7 @@ class RankLink:
 
     def _heard(self, answer: A) -> A:
         self.heard_at = asyncio.get_running_loop().time()
+        self._debts.wake()
         return answer
 
 
@@ -131,6 +144,7 @@ class ConsumerLink:
         """Note a rank's Mooncake session; another one than before is another process."""
         if rank.session is not None and rank.session != session:
             self.forget_ranks()
+            rank.forget_debts()
         rank.session = session
 
     def forget_ranks(self) -> None:

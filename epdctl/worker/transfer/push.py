@@ -31,6 +31,7 @@ from epdctl.worker.transfer.push_steps import (
     Failure,
     Finish,
     Held,
+    Owe,
     Phase,
     Poll,
     PushPolicy,
@@ -372,8 +373,9 @@ class Push:
         elif asked.refresh:
             self._clean_up()
         else:
-            # Nobody answers: the consumer's lease ends what it may hold.
+            # Nobody answers: who does later is told then, else the consumer's lease ends what it may hold.
             self._held = None
+            self._actions.append(Owe(asked))
 
     def _was_told(self, now: float) -> None:
         if self._held is None:

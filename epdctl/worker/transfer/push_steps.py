@@ -137,6 +137,13 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Owe:
+    """Nobody answered this cancel: it is to be asked again when somebody does."""
+
+    cancel: Cancel
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseSource:
     """Nothing reads the source any more; wanted exactly once if a source was given."""
 
@@ -151,4 +158,4 @@ class Finish:
 
 
 Exchange = Reserve | Complete | Poll | Cancel
-Action = Exchange | Write | Withdraw | ReleaseSource | Finish
+Action = Exchange | Write | Withdraw | Owe | ReleaseSource | Finish

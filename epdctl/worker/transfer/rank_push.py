@@ -33,6 +33,7 @@ from epdctl.worker.transfer.push_steps import (
     Complete,
     Exchange,
     Finish,
+    Owe,
     Phase,
     Poll,
     PushPolicy,
@@ -169,6 +170,8 @@ class RankPush:
                     self._ask(action, self._rank.status(action.transfer_id))
                 case Cancel():
                     self._ask(action, self._rank.cancel(action))
+                case Owe():
+                    self._rank.owe(action.cancel)
                 case Withdraw():
                     if self._write is not None:
                         self._around.engine.withdraw(self._write)

@@ -194,6 +194,26 @@ class TestFailures:
 
             assert producer.freed == ["t"]
 
+    async def test_what_a_paused_consumer_was_not_told_it_is_told_later(
+        self, ec_consumer: StartConsumer
+    ) -> None:
+        """A reserve that was lost in a pause may be granted after it: its cancel is repeated as soon as the
+        consumer answers somebody, so that the space is not kept for nobody."""
+        paused = await ec_consumer({"reserve": "silent", "cancel": "silent"})
+        address = f"tcp://127.0.0.1:{paused.port}"
+        async with producer_end(control_timeout_s=0.2, on_write=succeed) as producer:
+            with pytest.raises(ConsumerUnavailable):
+                await producer.sender.push(producer.item(address, "t1", DATA))
+            await wait_until(lambda: producer.sender.stats().open == 0, "nothing is open")
+            asked_in_vain = len(paused.calls_to("cancel"))
+            paused.set_behaviour({})
+            await wait_until(lambda: not producer.sender.is_held(address), "it may be asked again")
+            await producer.sender.push(producer.item(address, "t2", DATA))
+            await wait_until(lambda: len(paused.calls_to("cancel")) > asked_in_vain, "it is told")
+
+            told = paused.calls_to("cancel")[-1].body
+            assert (told["transfer_id"], told["abandon"]) == ("t1", True)
+
     async def test_a_full_consumer(self) -> None:
         """A full arena is waited for a little, then named, and nothing is left at either end."""
         policy = PushPolicy(full_patience_s=0.2)
