@@ -13,25 +13,10 @@ from epdctl.worker.language.kv import KvPool
 from epdctl.worker.language.kv_import import ImportEvents, KvImporter
 from epdctl.worker.language.kv_layout import shape_of
 from epdctl.worker.language.kv_messages import KvTicket
-from epdctl.worker.language.spec import ModelSpec
 from tests.stubs.process import wait_until
+from tests.unit.language.small_spec import SPEC
 
 pytestmark = [pytest.mark.unit, pytest.mark.worker]
-
-SPEC = ModelSpec(
-    family="qwen3_vl",
-    hidden_size=12,
-    layers=2,
-    kv_heads=3,
-    head_dim=4,
-    vocab_size=10,
-    max_positions=100,
-    dtype="float32",
-    levels=0,
-    merge=2,
-    image_token_id=9,
-    eos_token_ids=(1,),
-)
 
 
 async def test_a_bug_in_an_import_costs_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
