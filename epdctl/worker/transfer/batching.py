@@ -13,23 +13,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Generic, TypeVar
-
-import structlog
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from epdctl.errors import ConsumerUnavailable, EpdError
+from epdctl.worker.transfer.callbacks import call_back
 
 MAX_BATCH = 64
 MAX_WAIT_S = 0.02
 
 I = TypeVar("I")  # noqa: E741 - an item that is asked for
 A = TypeVar("A")
+_Batch: TypeAlias = list[tuple[I, Callable[[A | EpdError], None]]]
 
 
 class Batched(Generic[I, A]):
     """Asks for items together; a message after a pause goes out at once when it has `first`, its most.
 
-    `ask_many` may send the question when it is called, or when what it returns is awaited.
+    `ask_many` may send the question when it is called, or when what it returns is awaited. An EpdError that
+    is raised then is told to all who are in the message; anything else that it raises, as a lost exchange.
     """
 
     def __init__(
@@ -37,21 +38,20 @@ class Batched(Generic[I, A]):
     ) -> None:
         self._ask_many = ask_many
         self._first = first
-        self._queue: list[tuple[I, Callable[[A | EpdError], None]]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._queue: _Batch[I, A] = []
+        self._under_way: dict[asyncio.Task[None], _Batch[I, A]] = {}
         self._looking = False
         self._overdue: asyncio.TimerHandle | None = None
         self._sent_at = float("-inf")
         self._loop = asyncio.get_running_loop()
-        self._log = structlog.get_logger()
 
     def ask(self, item: I, answered: Callable[[A | EpdError], None]) -> None:
         """Ask for `item`, and call `answered` with the answer or the error."""
         self._queue.append((item, answered))
-        if len(self._queue) == self._first and not self._tasks and self._has_paused():
+        if len(self._queue) == self._first and not self._under_way and self._has_paused():
             self._send_next(self._first)
             return
-        if not self._looking and not self._tasks:
+        if not self._looking and not self._under_way:
             self._looking = True
             self._loop.call_soon(self._look)
         if self._overdue is None:
@@ -61,12 +61,12 @@ class Batched(Generic[I, A]):
         """Drop what is under way."""
         self._queue.clear()
         self._stop_timer()
-        for task in self._tasks:
+        for task in self._under_way:
             task.cancel()
 
     def _look(self) -> None:
         self._looking = False
-        if self._queue and not self._tasks:
+        if self._queue and not self._under_way:
             self._send_next(self._first if self._has_paused() else MAX_BATCH)
 
     def _has_paused(self) -> bool:
@@ -82,35 +82,36 @@ class Batched(Generic[I, A]):
         if not self._queue:
             self._stop_timer()
         self._sent_at = self._loop.time()
-        task = self._loop.create_task(self._send(self._ask_many([item for item, _ in batch]), batch))
-        self._tasks.add(task)
+        asked = call_back(self._ask_many, [item for item, _ in batch])
+        task = self._loop.create_task(self._send(asked, batch))
+        self._under_way[task] = batch
         task.add_done_callback(self._sent)
-
-    def _sent(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if self._queue and not self._tasks:
-            self._look()
 
     def _stop_timer(self) -> None:
         if self._overdue is not None:
             self._overdue.cancel()
             self._overdue = None
 
-    async def _send(
-        self,
-        asked: Coroutine[Any, Any, Sequence[A]],
-        batch: list[tuple[I, Callable[[A | EpdError], None]]],
-    ) -> None:
+    async def _send(self, asked: Coroutine[Any, Any, Sequence[A]] | None, batch: _Batch[I, A]) -> None:
         answers: Sequence[A | EpdError]
         try:
-            answers = await asked
+            answers = _lost(batch) if asked is None else await asked
         except EpdError as error:
             answers = [error] * len(batch)
-        except Exception:  # noqa: BLE001 - whoever asked must hear of it, or waits until its deadline
-            self._log.exception("ec_exchange_failed")
-            answers = [ConsumerUnavailable("the exchange with the EC consumer failed")] * len(batch)
-        for (_, answered), answer in zip(batch, answers, strict=True):
-            try:
-                answered(answer)
-            except Exception:  # noqa: BLE001 - the answers of others come behind this one
-                self._log.exception("ec_answer_failed")
+        # Paired before anybody is called: nobody is told twice when their numbers differ.
+        for (_, answered), answer in list(zip(batch, answers, strict=True)):
+            call_back(answered, answer)
+
+    def _sent(self, task: asyncio.Task[None]) -> None:
+        batch = self._under_way.pop(task)
+        if not task.cancelled() and task.exception() is not None:
+            # A bug: whoever asked must hear of it, or waits until its deadline.
+            call_back(task.result)
+            for (_, answered), lost in zip(batch, _lost(batch), strict=True):
+                call_back(answered, lost)
+        if self._queue and not self._under_way:
+            self._look()
+
+
+def _lost(batch: _Batch[I, A]) -> list[EpdError]:
+    return [ConsumerUnavailable("the exchange with the EC consumer failed")] * len(batch)

@@ -31,9 +31,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-import structlog
-
 from epdctl.errors import TransferFailed, UpstreamTimeout
+from epdctl.worker.transfer.callbacks import call_back
 from epdctl.worker.transfer.lanes import JobUpdate, Piece
 from epdctl.worker.transfer.writer import Add, Withdraw, Writer
 
@@ -121,7 +120,6 @@ class TransferEngine:
         self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
-        self._log = structlog.get_logger()
         self._writes: dict[int, OnNews] = {}
         self._writer = Writer(engine, self._post)
         bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
@@ -219,11 +217,7 @@ class TransferEngine:
             self._update(update)
 
     def _update(self, update: JobUpdate) -> None:
-        job = update.job
-        on_news = self._writes.pop(job, None) if update.settled else self._writes.get(job)
-        if on_news is None:
-            return
-        try:
-            on_news(update.failed, update.settled)
-        except Exception:  # noqa: BLE001 - the news of the other writes come behind this one
-            self._log.exception("mooncake_news_failed", job=job)
+        writes = self._writes
+        on_news = writes.pop(update.job, None) if update.settled else writes.get(update.job)
+        if on_news is not None:
+            call_back(on_news, update.failed, update.settled)

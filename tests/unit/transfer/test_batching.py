@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from epdctl.errors import ConsumerUnavailable, EpdError
 from epdctl.worker.transfer.batching import MAX_BATCH, Batched
@@ -140,6 +141,69 @@ async def test_a_fault_of_ours_is_told_as_a_lost_message() -> None:
     await wait_until(lambda: len(answers) == 1, "it is told")
 
     assert isinstance(answers[0], ConsumerUnavailable)
+
+
+@pytest.mark.parametrize("first", [2, MAX_BATCH])
+async def test_a_message_that_cannot_be_made_is_told_at_once(first: int) -> None:
+    """A bug in making a message reaches all who are in it, neither who asks nor the next message."""
+    broken = [True]
+
+    def ask_many(items: Sequence[int]) -> Coroutine[Any, Any, Sequence[int]]:
+        if broken:
+            raise TypeError("cannot be encoded")
+        return consumer.ask_many(items)
+
+    consumer = Consumer()
+    consumer.gate.set()
+    batched: Batched[int, int] = Batched(ask_many, first=first)
+    answers: list[int | EpdError] = []
+    with capture_logs() as logs:
+        batched.ask(0, answers.append)
+        batched.ask(1, answers.append)
+        assert answers == []
+        await wait_until(lambda: len(answers) == 2, "both have heard")
+    broken.clear()
+    batched.ask(2, answers.append)
+    await wait_until(lambda: len(answers) == 3, "the next is answered")
+
+    assert all(isinstance(answer, ConsumerUnavailable) for answer in answers[:2])
+    assert answers[2] == 4
+    assert [line["event"] for line in logs] == ["callback_failed"]
+
+
+async def test_what_is_queued_behind_a_message_that_cannot_be_made_is_asked_for() -> None:
+    """The rest of a burst is answered although its first message came to nothing."""
+
+    def ask_many(items: Sequence[int]) -> Coroutine[Any, Any, Sequence[int]]:
+        if 0 in items:
+            raise TypeError("cannot be encoded")
+        return consumer.ask_many(items)
+
+    consumer = Consumer()
+    consumer.gate.set()
+    batched: Batched[int, int] = Batched(ask_many, first=1)
+    answers: dict[int, int | EpdError] = {}
+    for item in range(3):
+        batched.ask(item, lambda answer, item=item: answers.update({item: answer}))  # type: ignore[misc]
+    await wait_until(lambda: len(answers) == 3, "all have heard")
+
+    assert isinstance(answers[0], ConsumerUnavailable)
+    assert (answers[1], answers[2]) == (2, 4)
+
+
+async def test_too_few_answers_are_answers_to_nobody() -> None:
+    """Whose answer is missing cannot be known: everybody hears once that the exchange failed."""
+
+    async def ask_many(items: Sequence[int]) -> list[int]:
+        return list(items[1:])
+
+    batched: Batched[int, int] = Batched(ask_many)
+    answers: list[int | EpdError] = []
+    for item in range(3):
+        batched.ask(item, answers.append)
+    await wait_until(lambda: len(answers) >= 3, "all have heard")
+
+    assert [type(answer) for answer in answers] == [ConsumerUnavailable] * 3
 
 
 async def test_one_that_cannot_take_its_answer_takes_nobody_with_it() -> None:
