@@ -1,7 +1,8 @@
 """Settings: the only reader of the environment.
 
 Rules of this package: a setting is one field here, and so one flag, one `EPDCTL_*` variable and one line in
-`docs/configuration.md` (tested). Precedence: flag, then variable, then default.
+`docs/configuration.md` (tested). Precedence: flag, then variable, then default. Blank text is refused for all
+settings here: one to which it means something says so in its own class.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar, get_args
 
-from pydantic import ValidationError, field_validator
+from pydantic import ValidationError, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     CLI_SUPPRESS,
     BaseSettings,
@@ -46,6 +48,25 @@ class CommandSettings(BaseSettings):
         allow_inf_nan=False,
     )
 
+    @field_validator("*", mode="before", check_fields=False)
+    @classmethod
+    def _says_something(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse blank text: as a host it would be every address, as a folder the current one.
+
+        A key whose variable is set to nothing is not given; a text that is empty by default may be so.
+        """
+        if not isinstance(value, str) or value.strip():
+            return value
+        field = cls.model_fields[str(info.field_name)]
+        if CLI_SUPPRESS in field.metadata and not value:
+            return None
+        if field.default == "":
+            return value
+        if field.is_required():
+            raise ValueError("must not be empty")
+        variable = variable_of(str(info.field_name), field)
+        raise ValueError(f"must not be empty: give a value, or leave it out and unset {variable}")
+
     @field_validator("*", check_fields=False)
     @classmethod
     def _within_reason(cls, value: Any) -> Any:
@@ -61,6 +82,17 @@ class CommandSettings(BaseSettings):
 
 
 S = TypeVar("S", bound=CommandSettings)
+
+
+def public_name(name: str, field: FieldInfo) -> str:
+    """Return the name that a setting's flag and variable are made from."""
+    return field.validation_alias if isinstance(field.validation_alias, str) else name
+
+
+def variable_of(name: str, field: FieldInfo) -> str:
+    """Return the variable that a setting is read from."""
+    public = public_name(name, field)
+    return public if public.isupper() else f"EPDCTL_{public.upper()}"
 
 
 def usage_error(prog: str, message: str) -> NoReturn:

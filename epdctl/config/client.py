@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import CliPositionalArg, CliSuppress, SettingsConfigDict
 
 from epdctl.config import CommandSettings
@@ -39,11 +39,6 @@ class ProxySettings(CommandSettings):
         None, validation_alias="ADMIN_API_KEY", description="key for the admin API"
     )
     json_output: bool = Field(False, description="print the proxy's JSON instead of a table")
-
-    @field_validator("admin_api_key", mode="before")
-    @classmethod
-    def _empty_is_absent(cls, value: Any) -> Any:
-        return None if value == "" else value
 
 
 class ListSettings(ProxySettings):

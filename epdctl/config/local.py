@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from epdctl.config import CommandSettings
-from epdctl.config.text import device_name, filled_name
+from epdctl.config.text import device_name
 from epdctl.local.shape import parse_shape
 
 
@@ -47,7 +47,6 @@ class UpSettings(CommandSettings):
     stop_grace: float = Field(15, gt=0, description="Seconds for processes to end before they are killed.")
 
     _device = field_validator("device")(device_name)
-    _names = field_validator("model", "served_model_name")(filled_name)
 
     @model_validator(mode="after")
     def _name_from_model(self) -> UpSettings:

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from pydantic_settings import CLI_SUPPRESS, CliPositionalArg
 
-from epdctl.config import CommandSettings
+from epdctl.config import CommandSettings, public_name, variable_of
 
 _POSITIONAL = CliPositionalArg[str].__metadata__[-1]  # type: ignore[attr-defined]
 _HEADER = "| flag | variable | default | meaning |\n|---|---|---|---|"
@@ -34,7 +34,7 @@ def replace_tables(page: str, tables: dict[str, str]) -> str:
 
 
 def _row(kind: type[CommandSettings], name: str, field: FieldInfo) -> str:
-    variable = f"`{_variable(name, field)}`" if _POSITIONAL not in field.metadata else ""
+    variable = f"`{variable_of(name, field)}`" if _POSITIONAL not in field.metadata else ""
     cells = (_flag(kind, name, field), variable, _default(field), field.description or "")
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -44,18 +44,9 @@ def _flag(kind: type[CommandSettings], name: str, field: FieldInfo) -> str:
         return "variable only"
     if _POSITIONAL in field.metadata:
         return f"`{name.upper()}`"
-    flag = _public_name(name, field).lower().replace("_", "-")
+    flag = public_name(name, field).lower().replace("_", "-")
     shortcut = (kind.model_config.get("cli_shortcuts") or {}).get(flag, flag)
     return f"`--{shortcut}`"
-
-
-def _variable(name: str, field: FieldInfo) -> str:
-    public = _public_name(name, field)
-    return public if public.isupper() else f"EPDCTL_{public.upper()}"
-
-
-def _public_name(name: str, field: FieldInfo) -> str:
-    return field.validation_alias if isinstance(field.validation_alias, str) else name
 
 
 def _default(field: FieldInfo) -> str:

@@ -24,7 +24,7 @@ from epdctl.logs import LogFormat, LogLevel
 from epdctl.registry.addresses import check_consumer_addresses, normalise_url
 from epdctl.registry.policies import PolicyName
 
-NO_PREFILL = frozenset({"none", "disable", ""})
+NO_PREFILL = frozenset({"none", "disable"})
 
 
 def state_folder() -> Path:
@@ -134,10 +134,10 @@ class ServeSettings(CommandSettings):
     log_format: LogFormat = Field("json", description="log lines as JSON or for people")
     log_level: LogLevel = Field("info", description="least severe level that is logged")
 
-    @field_validator("admin_api_key", "api_keys", "upstream_api_key", mode="before")
+    @field_validator("prefill_servers_urls", mode="before")
     @classmethod
-    def _empty_is_absent(cls, value: Any) -> Any:
-        return None if value == "" else value
+    def _nothing_is_no_prefill(cls, value: Any) -> Any:
+        return "none" if isinstance(value, str) and not split_list(value) else value  # as the reference proxy
 
     @field_validator("fail_threshold", "ec_consumer_dp_size")
     @classmethod
@@ -189,6 +189,8 @@ class ServeSettings(CommandSettings):
     def _check_keys(self) -> None:
         if self.protect_reads and self.admin_api_key is None:
             raise ValueError("--protect-reads requires ADMIN_API_KEY")
+        if self.api_keys is not None and not split_list(self.api_keys.get_secret_value()):
+            raise ValueError("EPDCTL_API_KEYS: there is no key in it")
         if self.api_key_file is not None and not self._keys_in_file():
             raise ValueError(f"--api-key-file: no key in {self.api_key_file}")
 

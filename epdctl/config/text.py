@@ -42,13 +42,6 @@ def device_name(value: str) -> str:
     return value
 
 
-def filled_name(value: str | None) -> str | None:
-    """Return a name, or None where none is given; ValueError for one that is empty or blank."""
-    if value is not None and not value.strip():
-        raise ValueError("must not be empty")
-    return value
-
-
 def checked(what: str, check: Callable[[], T]) -> T:
     """Return what `check` returns; its failure becomes a ValueError that begins with `what`."""
     try:

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_v
 from pydantic_settings import CliSuppress, NoDecode
 
 from epdctl.config import CommandSettings, child_environment
-from epdctl.config.text import device_name, filled_name
+from epdctl.config.text import device_name, split_list
 from epdctl.logs import LogFormat, LogLevel
 from epdctl.worker.media_address import is_host
 from epdctl.worker.transfer.environment import mooncake_environment, parse_ports
@@ -33,7 +33,12 @@ def _http_url(value: str | None) -> str | None:
 
 
 def _comma_list(value: object) -> object:
-    return tuple(v for v in value.split(",") if v) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    pieces = split_list(value)
+    if not pieces:
+        raise ValueError(f"'{value}' names nothing: give names, separated by commas, or leave it out")
+    return pieces
 
 
 CommaList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_comma_list)]
@@ -98,7 +103,6 @@ class WorkerSettings(CommandSettings):
 
     _urls = field_validator("advertise_url", "register_url")(_http_url)
     _device = field_validator("device")(device_name)
-    _names = field_validator("model", "served_model_name")(filled_name)
 
     @model_validator(mode="after")
     def _devices(self) -> Self:

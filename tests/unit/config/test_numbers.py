@@ -6,6 +6,7 @@ import pytest
 
 from epdctl.cli import COMMANDS, Command, load_reference
 from epdctl.config import load_settings
+from tests.unit.config.command_lines import required
 
 pytestmark = pytest.mark.unit
 
@@ -15,14 +16,6 @@ SECONDS = [
     for name, field in load_reference(command.settings).model_fields.items()
     if field.annotation is float
 ]
-
-REQUIRED = {
-    "instance": "http://10.0.0.5:8001",
-    "shape": "1e1pd",
-    "model": "--model=m",
-    "role": "--role=encode",
-}
-"""What a command line must hold, by field."""
 
 
 def test_there_are_such_settings() -> None:
@@ -39,11 +32,10 @@ def test_number_that_is_no_time_is_refused(
 ) -> None:
     """Infinity, not-a-number and what no clock can count end with 2, and the message names the flag."""
     settings = load_reference(command.settings)
-    given = [REQUIRED[other] for other, field in settings.model_fields.items() if field.is_required()]
     flag = "--" + name.replace("_", "-")
 
     with pytest.raises(SystemExit) as end:
-        load_settings(settings, "epdctl", [*given, f"{flag}={value}"])
+        load_settings(settings, "epdctl", [*required(command), f"{flag}={value}"])
 
     assert end.value.code == 2
     assert flag + ": " in capsys.readouterr().err

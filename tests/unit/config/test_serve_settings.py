@@ -58,7 +58,7 @@ class TestStatic:
             ("prefill_decode", "http://d1:8002", ()),
         ]
 
-    @pytest.mark.parametrize("word", ["none", "disable", "", "NONE", "Disable"])
+    @pytest.mark.parametrize("word", ["none", "disable", "", " ", "NONE", "Disable"])
     def test_words_for_no_prefill(self, word: str) -> None:
         """The reference's words for E+PD are understood in any case."""
         roles = [spec.role for spec in load(*STATIC, "--prefill-servers-urls", word).static_specs()]
@@ -210,6 +210,14 @@ class TestValues:
         monkeypatch.setenv("ADMIN_API_KEY", "")
 
         assert "requires ADMIN_API_KEY" in refused(capsys, "--dynamic-registration")
+
+    def test_api_keys_without_a_key_are_refused(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A list of commas would leave the door open, so it is an error."""
+        monkeypatch.setenv("EPDCTL_API_KEYS", " , ")
+
+        assert "EPDCTL_API_KEYS: there is no key in it" in refused(capsys, *STATIC)
 
     def test_negative_retries_are_none(self) -> None:
         """As in the reference, a negative number of retries means none."""
