@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 from epdctl.worker.transfer.ports import TransferOutcome
-from tests.unit.transfer.exchange import Faults, World, check_ended, outcomes
+from tests.unit.transfer.exchange import World, check_ended, outcomes
+from tests.unit.transfer.exchange_sides import Faults
 
 pytestmark = pytest.mark.unit
 
