@@ -10,7 +10,7 @@ from epdctl.domain import MmHash, TransferId
 from epdctl.worker.transfer.digest import digest_of
 from epdctl.worker.transfer.memory import HostMemory
 from epdctl.worker.transfer.notices import LeasePolicy
-from epdctl.worker.transfer.ports import PushItem, TensorSpec, TransferRecord
+from epdctl.worker.transfer.ports import PushItem, TensorSpec, TransferOutcome, TransferRecord
 from epdctl.worker.transfer.push_steps import PushPolicy
 from epdctl.worker.transfer.receiver import Receiver, ReceiverSettings
 from epdctl.worker.transfer.sender import Sender
@@ -19,6 +19,7 @@ from epdctl.worker.transfer.tensors import TensorContract
 from tests.unit.transfer.engine import MemoryEngine, Started
 
 MEBIBYTE = 1 << 20
+DATA = b"an embedding"
 SHORT = LeasePolicy(lease_s=0.6, pending_s=0.3, quarantine_s=0.3, tombstone_s=1.0)
 
 
@@ -135,3 +136,23 @@ def idle(end: ConsumerEnd) -> bool:
     live = sum(count for state, count in stats.reservations.items() if state != "ended")
     busy = sum(stats.arena_bytes[state] for state in ("used", "pinned", "quarantined"))
     return not (live or busy or stats.reading or stats.waiting)
+
+
+def succeed(started: Started) -> None:
+    """End a write well without moving bytes: a stub consumer's addresses are no memory."""
+    started.end(True)
+
+
+def counted(end: ProducerEnd | ConsumerEnd) -> list[tuple[TransferOutcome, int]]:
+    """Return what an end counted."""
+    return sorted((record.outcome, record.nbytes) for record in end.records)
+
+
+async def taken(end: ConsumerEnd, transfer_id: str, data: bytes) -> bytes:
+    """Return the bytes that a request gets."""
+    received = await end.receiver.take(
+        transfer_id=TransferId(transfer_id), mm_hash=None, expect=spec(data), deadline_s=5
+    )
+    copy = bytes(received.view)
+    received.release()
+    return copy

@@ -17,11 +17,9 @@ from epdctl.worker.transfer.digest import SMALL_BYTES, digest_of
 from epdctl.worker.transfer.ports import Received, TensorSpec, TransferOutcome
 from epdctl.worker.transfer.service import Verification
 from tests.stubs.process import wait_until
-from tests.unit.transfer.ends import SHORT, ConsumerEnd, consumer_end, idle, spec
+from tests.unit.transfer.ends import DATA, SHORT, ConsumerEnd, consumer_end, idle, spec
 
 pytestmark = pytest.mark.unit
-
-DATA = b"an embedding"
 
 
 def item(transfer_id: str, data: bytes = DATA, mm_hash: str = "h") -> ReserveItem:
