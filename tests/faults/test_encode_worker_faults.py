@@ -1,4 +1,4 @@
-"""An encode worker with something killed, hung, full or broken."""
+"""An encode worker that stays up while something is killed, hung, full or broken."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from PIL import Image
 
-from tests.e2e.encode_worker import (
-    EncodeWorker,
-    Reply,
-    new_id,
-    open_consumer,
-    part,
-    picture,
-    start_worker,
+from tests.e2e.encode_worker import EncodeWorker, Reply, new_id, open_consumer, part, picture, start_worker
+from tests.faults.encode_worker_watch import (
+    BIG,
+    is_unhealthy,
+    misses,
+    pinned,
+    until_in_the_tower,
+    until_misses,
+    until_nothing_pinned,
 )
 from tests.stubs.consumer import StubConsumer
 from tests.stubs.ports import free_port
@@ -30,33 +29,6 @@ from tests.stubs.process import wait_until
 from tests.stubs.switch import Switch
 
 pytestmark = [pytest.mark.fault, pytest.mark.worker]
-
-Launch = Callable[..., EncodeWorker]
-
-
-@pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Start workers whose tower has the test's switch; they end with the test."""
-    started: list[EncodeWorker] = []
-
-    def starter(*flags: str, **options: Any) -> EncodeWorker:
-        started.append(start_worker(tmp_path, *flags, name=f"encode-{len(started)}", **options))
-        return started[-1]
-
-    yield starter
-    for worker in started:
-        worker.process.close()
-
-
-def faulty(launch: Launch, switch: Switch, *flags: str) -> EncodeWorker:
-    """Start a worker whose tower has a switch."""
-    return launch(*flags, module="tests.stubs.faulty_encode_worker", env=switch.env)
-
-
-@pytest.fixture
-def own_switch(tmp_path: Path) -> Switch:
-    """Return a switch for a worker of the test's own."""
-    return Switch(tmp_path / "fault")
 
 
 @pytest.fixture(scope="module")
@@ -87,56 +59,6 @@ async def worker(shared: tuple[EncodeWorker, Switch]) -> AsyncIterator[EncodeWor
 def switch(shared: tuple[EncodeWorker, Switch]) -> Switch:
     """Return the shared worker's switch."""
     return shared[1]
-
-
-async def pinned(worker: EncodeWorker) -> float:
-    """Return the arena bytes that are read or written now."""
-    return await worker.metric("epdctl_arena_bytes", state="pinned")
-
-
-async def until_in_the_tower(worker: EncodeWorker) -> None:
-    """Wait until an item is in the tower: its arena space is pinned."""
-
-    async def running() -> bool:
-        return await pinned(worker) > 0
-
-    await wait_until(running, "an item in the tower", 20.0)
-
-
-async def until_nothing_pinned(worker: EncodeWorker) -> None:
-    """Wait until no arena byte is read or written any more."""
-
-    async def quiet() -> bool:
-        return await pinned(worker) == 0
-
-    await wait_until(quiet, "nothing pinned", 30.0)
-
-
-async def until_nothing_in_flight(worker: EncodeWorker) -> None:
-    """Wait until the worker has no item of anybody."""
-
-    async def idle() -> bool:
-        return await worker.metric("epdctl_in_flight") == 0
-
-    await wait_until(idle, "nothing in flight", 30.0)
-
-
-async def misses(worker: EncodeWorker) -> float:
-    """Return how many items the engine did not know."""
-    return await worker.metric("epdctl_cache_requests_total", result="miss")
-
-
-async def until_misses(worker: EncodeWorker, count: float) -> None:
-    """Wait until the engine has heard of `count` items that it did not know."""
-
-    async def heard() -> bool:
-        return await misses(worker) >= count
-
-    await wait_until(heard, f"{count} items at the engine", 20.0)
-
-
-async def _is_unhealthy(worker: EncodeWorker) -> bool:
-    return (await worker.get("/health"))[0] == 503
 
 
 def _png(image: Image.Image) -> bytes:
@@ -208,7 +130,7 @@ async def test_health_follows_the_tower(worker: EncodeWorker, switch: Switch) ->
     switch.set("raise")
 
     replies = [await worker.encode(part(picture((n, 1, 1)))) for n in range(3)]
-    await wait_until(lambda: _is_unhealthy(worker), "unhealthy", 10.0)
+    await wait_until(lambda: is_unhealthy(worker), "unhealthy", 10.0)
     _, text = await worker.get("/health")
     switch.set("")
     await worker.ready()
@@ -320,63 +242,6 @@ async def test_the_log_names_the_consumer_that_failed(worker: EncodeWorker) -> N
     await wait_until(lambda: named("encode_finished"), "the request's line", 20.0)
 
 
-MEDIUM = {"mm_processor_kwargs": {"min_pixels": 300_000, "max_pixels": 350_000}}
-"""Makes a tiny picture give an embedding of which an arena of a MiB holds ten."""
-
-
-async def encode_for(worker: EncodeWorker, consumer: str, colours: range) -> list[Reply]:
-    """Return the replies to requests, all at once, for a medium picture of each colour."""
-    asked = (
-        worker.encode(part(picture((n, 8, 8))), consumer=consumer, transfer_ids=[new_id()], **MEDIUM)
-        for n in colours
-    )
-    return await asyncio.gather(*asked)
-
-
-async def test_silent_consumer_does_not_keep_the_arena_from_others(
-    launch: Launch, own_switch: Switch
-) -> None:
-    """Two arenas full of items for a consumer that answers no reservation, then four for a live one: these
-    are delivered while all the others still wait for their answer, however long that takes (hazard 29)."""
-    worker = launch(
-        *("--cache-bytes", str(2**20), "--transfer-timeout", "600"),
-        module="tests.stubs.faulty_encode_worker",
-        env=own_switch.env | {"EPDCTL_TEST_CONTROL_TIMEOUT": "600"},
-    )
-    await worker.ready()
-
-    async with StubConsumer({"reserve": "silent", "cancel": "silent"}) as stub, open_consumer() as alive:
-        silent = asyncio.create_task(encode_for(worker, stub.address, range(20)))
-        await until_misses(worker, 20)
-        await until_in_the_tower(worker)
-        good = await encode_for(worker, alive.address, range(100, 104))
-        in_flight = await worker.metric("epdctl_in_flight")
-        silent.cancel()
-        await asyncio.gather(silent, return_exceptions=True)
-
-    assert [reply.status for reply in good] == [200] * 4
-    assert in_flight == 20
-    await until_nothing_pinned(worker)
-    await until_nothing_in_flight(worker)
-
-
-async def test_what_waits_for_a_silent_consumer_fails_in_time(launch: Launch) -> None:
-    """Two arenas full of items for a consumer that answers no reservation fail within the deadline, and so do
-    as many once it is known to be silent; nothing stays behind."""
-    worker = await launch("--cache-bytes", str(2**20)).ready()
-    replies: list[Reply] = []
-
-    async with StubConsumer({"reserve": "silent", "cancel": "silent"}) as stub:
-        for _ in range(2):
-            begun = time.monotonic()
-            replies += await encode_for(worker, stub.address, range(20))
-            assert time.monotonic() - begun < 8.0 + 4.0
-
-    assert {(reply.status, reply.code) for reply in replies} == {(503, "consumer_unavailable")}
-    await until_nothing_pinned(worker)
-    await until_nothing_in_flight(worker)
-
-
 async def test_cache_hits_for_silent_consumers_are_bounded(worker: EncodeWorker) -> None:
     """Hits that wait for silent consumers fill the engine up to its bound; beyond it they are 429 at once,
     the others fail in time, and nothing stays pinned."""
@@ -401,10 +266,6 @@ async def test_cache_hits_for_silent_consumers_are_bounded(worker: EncodeWorker)
     assert answers <= UNAVAILABLE | {(429, "overloaded")}
     assert took_s < 15.0
     await until_nothing_pinned(worker)
-
-
-BIG = {"mm_processor_kwargs": {"min_pixels": 1_000_000, "max_pixels": 1_100_000}}
-"""Makes a tiny picture give an embedding of some 340 KB."""
 
 
 async def test_full_consumer_is_said_to_be_full(worker: EncodeWorker) -> None:
@@ -433,162 +294,3 @@ async def test_big_pictures_do_not_stop_health(worker: EncodeWorker) -> None:
 
     assert [reply.status for reply in replies] == [200] * 4
     assert slowest < 1.0
-
-
-async def test_small_cache_serves_what_fits_and_names_what_does_not(launch: Launch) -> None:
-    """An embedding that can never fit is refused with the flag that helps, its sibling succeeds; more
-    embeddings than fit at a time are encoded one after the other as space comes back."""
-    worker = await launch("--cache-bytes", str(2**20), "--max-item-tokens", "100000").ready()
-    huge = {"mm_processor_kwargs": {"min_pixels": 4_000_000, "max_pixels": 5_000_000}}
-
-    large, small = await asyncio.gather(
-        worker.encode(part(picture((1, 2, 3), (400, 400))), **huge), worker.encode(part(picture((3, 2, 1))))
-    )
-    many = await asyncio.gather(
-        *(worker.encode(part(picture((n, 2, 3), (300, 300))), **BIG) for n in range(8))
-    )
-
-    assert (large.status, large.code) == (400, "media_unavailable")
-    assert "--cache-bytes" in large.body["error"]["message"]
-    assert [small.status, *(reply.status for reply in many)] == [200] * 9
-    assert await worker.metric("epdctl_cache_evictions_total", tier="l1") >= 5
-    assert await pinned(worker) == 0
-
-
-async def test_full_queue_and_sigterm(launch: Launch, own_switch: Switch) -> None:
-    """Beyond --queue-items a request gets 429 `overloaded` at once. SIGTERM under load: new requests get 503
-    `shutting_down`, accepted ones are answered, exit 0."""
-    worker = await faulty(launch, own_switch, "--queue-items", "2", "--max-items", "2").ready()
-    own_switch.set("hang")
-    accepted = [asyncio.create_task(worker.encode(part(picture((n, 5, 5))))) for n in range(2)]
-    await until_misses(worker, 2)
-
-    refused = await worker.encode(part(picture((99, 5, 5))))
-    worker.process.send_signal(signal.SIGTERM)
-    await wait_until(lambda: _is_unhealthy(worker), "draining", 10.0)
-    late = await worker.encode(part(picture((98, 5, 5))))
-    own_switch.set("")
-    replies = await asyncio.gather(*accepted)
-
-    assert (refused.status, refused.code) == (429, "overloaded")
-    assert "(--queue-items)" in refused.body["error"]["message"]
-    assert (late.status, late.code) == (503, "shutting_down")
-    assert [reply.status for reply in replies] == [200, 200]
-    assert await worker.process.wait_exit(15.0) == 0
-
-
-async def test_memory_for_media_is_bounded(launch: Launch, own_switch: Switch) -> None:
-    """Beyond --media-memory-bytes: 400 for a request that is too large by itself, 429 for one that finds no
-    room beside others, and what ended makes room."""
-    flags = ("--max-media-bytes", "100000", "--media-memory-bytes", "150000")
-    worker = await faulty(launch, own_switch, *flags).ready()
-
-    def large(number: int) -> bytes:
-        return picture((number, 7, 7)) + bytes(90_000)  # what follows a PNG's end is not looked at
-
-    too_large = await worker.encode(part(large(1)), part(large(2)))
-    in_turn = [await worker.encode(part(large(number))) for number in range(3)]
-    own_switch.set("hang")
-    hung = asyncio.create_task(worker.encode(part(large(9))))
-    await until_misses(worker, 4)
-    beside = await worker.encode(part(large(10)))
-    own_switch.set("")
-
-    assert (too_large.status, too_large.code) == (400, "media_unavailable")
-    assert (beside.status, beside.code) == (429, "overloaded")
-    for refused in (too_large, beside):
-        assert "--media-memory-bytes" in refused.body["error"]["message"]
-    assert [reply.status for reply in (*in_turn, await hung)] == [200] * 4
-    assert (await worker.encode(part(large(10)))).status == 200
-
-
-async def test_sigterm_fails_what_does_not_finish(launch: Launch, own_switch: Switch) -> None:
-    """At the end of its grace a worker answers what is left with 503 `shutting_down`, and exits 0."""
-    worker = await faulty(launch, own_switch, "--shutdown-grace", "0.5").ready()
-    own_switch.set("hang")
-    stuck = asyncio.create_task(worker.encode(part(picture((1, 6, 6)))))
-    await until_in_the_tower(worker)
-
-    worker.process.send_signal(signal.SIGTERM)
-    reply = await stuck
-
-    assert (reply.status, reply.code) == (503, "shutting_down")
-    assert await worker.process.wait_exit(20.0) == 0
-
-
-async def test_sigterm_while_loading_ends_at_once(launch: Launch) -> None:
-    """A worker that is told to stop while it still loads does not finish loading first, and exits 0."""
-    worker = launch()
-
-    async def loading() -> bool:
-        return (await worker.get("/health"))[0] == 503
-
-    await worker.process.wait_until(loading, "it answers while it loads", 60.0)
-    worker.process.send_signal(signal.SIGTERM)
-    begun = time.monotonic()
-
-    assert await worker.process.wait_exit(30.0) == 0
-    assert time.monotonic() - begun < 3.0
-    assert "worker_ready" not in worker.process.stderr
-
-
-async def test_reply_after_encode_and_death_of_the_front(launch: Launch, stub_consumer: StubConsumer) -> None:
-    """With --reply-after encode the answer comes when the rows are there, whatever the consumer does; kill -9
-    of the front leaves no engine process behind."""
-    flags = ("--reply-after", "encode", "--transfer-timeout", "2", "--cache-bytes", str(2**20))
-    worker = await launch(*flags).ready()
-    stub_consumer.set_behaviour({"reserve": "silent"})
-
-    reply = await worker.encode(
-        part(picture()), consumer=stub_consumer.address, transfer_ids=["t"], timeout_s=1.9
-    )
-
-    assert reply.items[next(iter(reply.items))]["transfer_id"] == "t"
-
-    async def counted() -> bool:
-        return await worker.metric("epdctl_ec_transfers_total", side="producer", outcome="failed") == 1
-
-    await wait_until(counted, "the failed push is counted", 20.0)
-    await until_nothing_pinned(worker)
-    async with StubConsumer({"reserve": "silent", "cancel": "silent"}) as other:
-        await _what_waits_aside_ends(worker, other)
-    engine = worker.engine_pid()
-    os.kill(worker.process.pid, signal.SIGKILL)
-    await wait_until(lambda: not Path(f"/proc/{engine}").exists(), "the engine's end", 15.0)
-
-
-async def _what_waits_aside_ends(worker: EncodeWorker, silent: StubConsumer) -> None:
-    """Items that are kept back for a silent consumer, two arenas full, fail within the deadline of a push and
-    not one after the other; why is in the log and in the metrics, and nothing stays behind."""
-    begun = time.monotonic()
-    replies = await encode_for(worker, silent.address, range(20))
-    took_s = time.monotonic() - begun
-
-    failed = [reply for reply in replies if reply.status != 200]
-    assert {(reply.status, reply.code) for reply in failed} == {(503, "consumer_unavailable")}
-    assert took_s < 2.0 + 8.0
-
-    async def counted() -> bool:
-        metrics = {"reason": "consumer_unavailable"}
-        return await worker.metric("epdctl_ec_unsent_total", **metrics) >= len(failed)
-
-    await wait_until(counted, "the items that were not sent are counted", 20.0)
-    await wait_until(lambda: '"items_unsent"' in worker.process.stderr, "the reason in the log", 20.0)
-    await until_nothing_pinned(worker)
-    await until_nothing_in_flight(worker)
-
-
-async def test_wrong_start_says_what_is_wrong(worker: EncodeWorker, launch: Launch, tmp_path: Path) -> None:
-    """A missing model, a folder that is none, and a taken port end with exit 1 and one clear line."""
-    (tmp_path / "empty").mkdir()
-    port = worker.url.rsplit(":", 1)[1]
-    wrong = {
-        "no such folder": launch(model=tmp_path / "missing", env={"HF_HUB_OFFLINE": "1"}),
-        "config.json": launch(model=tmp_path / "empty"),
-        f"--port {port}": launch("--port", port),
-    }
-
-    for text, failing in wrong.items():
-        assert await failing.process.wait_exit(60.0) == 1
-        assert text in failing.process.stderr
-        assert "Traceback" not in failing.process.stderr
