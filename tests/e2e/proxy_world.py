@@ -23,6 +23,8 @@ PICTURE = (
     "AABJRU5ErkJggg=="
 )
 ADMIN_KEY = "e2e-admin-key"
+PAIR = {"e0": "encode", "pd0": "prefill_decode"}
+SPLIT = {"e0": "encode", "p0": "prefill", "d0": "decode"}
 QUIET = ("--drain-delay", "0", "--probe-interval", "30", "--fail-threshold", "1000")
 DYNAMIC = ("--dynamic-registration", "--store", "memory")
 START_TIMEOUT_S = 30.0

@@ -9,13 +9,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.e2e.proxy_world import ProxyWorld, picture_request, proxy_world, text_request
+from tests.e2e.proxy_world import PAIR, SPLIT, ProxyWorld, picture_request, proxy_world, text_request
 from tests.stubs.process import wait_until
 
 pytestmark = pytest.mark.fault
-
-PAIR = {"e0": "encode", "pd0": "prefill_decode"}
-SPLIT = {"e0": "encode", "p0": "prefill", "d0": "decode"}
 
 
 def transfer_ids(call: Any) -> list[str]:

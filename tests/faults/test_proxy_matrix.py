@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.e2e.proxy_world import ProxyWorld, Reply, picture_request, proxy_world, text_request
+from tests.e2e.proxy_world import SPLIT, ProxyWorld, Reply, picture_request, proxy_world, text_request
 from tests.stubs.process import wait_until
 
 pytestmark = [pytest.mark.fault, pytest.mark.asyncio(loop_scope="module")]
@@ -24,7 +24,6 @@ SHORT = (
     "--decode-retries",
     "0",
 )
-SPLIT = {"e0": "encode", "p0": "prefill", "d0": "decode"}
 STREAM = {"chunks": 12, "gap_ms": 60}
 
 WRONG_INDICES = {

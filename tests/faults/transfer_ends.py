@@ -138,3 +138,15 @@ class Ends:
         for end in self._started:
             await end.close()
         self._context.destroy(linger=0)
+
+
+async def latencies(
+    producer: End, consumer: End, name: str, count: int, *, offset: int = 4096
+) -> list[float]:
+    """Push `count` small items one after the other, and return how many seconds each took."""
+    times = []
+    for number in range(count):
+        answer = await producer.push(consumer, f"{name}{number}", 1000, seed=number, offset=offset)
+        assert "seconds" in answer, answer
+        times.append(answer["seconds"])
+    return times
