@@ -164,13 +164,11 @@ async def test_killed_engine_fails_open_calls_at_once_and_comes_back(engine: Sta
     """kill -9 of the engine fails every open call within two seconds; a new process then serves again."""
     supervisor = engine()
     await supervisor.start()
-    first = supervisor.status().pid
-    assert first is not None
 
     async with supervisor.call() as one, supervisor.call() as two:
         await one.send("silent")
         await two.send("silent")
-        os.kill(first, signal.SIGKILL)
+        os.kill(supervisor.status().pid or 0, signal.SIGKILL)
         killed_at = time.monotonic()
         for call in (one, two):
             with pytest.raises(EngineUnavailable, match="signal 9"):
@@ -325,47 +323,47 @@ async def test_leaving_a_call_early_tells_the_engine(engine: Start) -> None:
     assert cancelled.parse(dict[str, str]) == {"call": "left"}
 
 
+async def count(supervisor: Supervisor, *, then_kill: bool = False) -> None:
+    """Have the engine count five bytes; kill it the moment it has answered if so asked."""
+    async with supervisor.call() as call:
+        await call.send("count")
+        await call.receive()
+        if then_kill:
+            os.kill(supervisor.status().pid or 0, signal.SIGKILL)
+        call.end()
+
+
+async def counted(supervisor: Supervisor) -> float:
+    """Return how many bytes the front says were counted."""
+    families = await supervisor.families()
+    return sum(s.value for f in families for s in f.samples if s.name == "epdctl_ec_bytes_total")
+
+
 async def test_counters_survive_the_engine(engine: Start) -> None:
     """Counters of an engine process that died are kept and added to those of its successor."""
     supervisor = engine(beat_timeout_s=30.0)
     await supervisor.start()
 
-    async def count() -> None:
-        async with supervisor.call() as call:
-            await call.send("count")
-            await call.receive()
-            call.end()
-
-    async def total() -> float:
-        samples = [s for f in await supervisor.families() for s in f.samples]
-        return next((s.value for s in samples if s.name == "epdctl_ec_bytes_total"), 0.0)
-
-    await count()
-    assert await total() == 5.0
+    await count(supervisor)
+    assert await counted(supervisor) == 5.0
     os.kill(supervisor.status().pid or 0, signal.SIGKILL)
     await wait_until(lambda: supervisor.status().restarts == 1, "restart")
     await wait_until(lambda: supervisor.status().state is EngineState.READY, "ready", 20.0)
-    await count()
+    await count(supervisor)
 
-    assert await total() == 10.0
+    assert await counted(supervisor) == 10.0
 
 
 async def test_what_was_answered_is_counted_though_the_engine_dies(engine: Start) -> None:
-    """An engine that is killed the moment it has answered, before anybody asked for its numbers: its front
-    has them all the same."""
+    """The numbers of an engine killed the moment it answered, before anybody asked for them, are not lost."""
     supervisor = engine()
     await supervisor.start()
     await asyncio.sleep(2 * NEWS_INTERVAL_S)
 
-    async with supervisor.call() as call:
-        await call.send("count")
-        await call.receive()
-        os.kill(supervisor.status().pid or 0, signal.SIGKILL)
-        call.end()
+    await count(supervisor, then_kill=True)
     await wait_until(lambda: supervisor.status().restarts == 1, "restart")
 
-    samples = [s for f in await supervisor.families() for s in f.samples]
-    assert [s.value for s in samples if s.name == "epdctl_ec_bytes_total"] == [5.0]
+    assert await counted(supervisor) == 5.0
 
 
 async def test_what_a_library_writes_is_told_in_the_log(
