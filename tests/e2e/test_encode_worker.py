@@ -139,17 +139,21 @@ async def test_second_sight_of_a_picture_is_a_cache_hit(
     assert torch.equal(rows, expected)
 
 
+@pytest.mark.parametrize("name", ["same", None], ids=["one name", "no name"])
 async def test_one_name_for_two_pictures_mixes_nothing(
-    worker: EncodeWorker, consumer: Consumer, truth: Truth
+    worker: EncodeWorker, truth: Truth, name: str | None
 ) -> None:
-    """A client's uuid is no cache key: another picture under the same name gives its own rows."""
-    for colour in ((90, 0, 90), (0, 90, 90)):
-        data = picture(colour, (84, 84))
+    """A client's uuid is no cache key, nor is the lack of one: another picture under the same name, or under
+    none, gives its own rows."""
+    for blue in (90, 91):
+        data = picture((90, len(name or ""), blue), (84, 84))
         transfer_id = new_id()
         async with open_consumer() as fresh:
-            await worker.encode(part(data, "same"), consumer=fresh.address, transfer_ids=[transfer_id])
+            reply = await worker.encode(part(data, name), consumer=fresh.address, transfer_ids=[transfer_id])
+            (identifier,) = reply.items
             expected = truth.rows(data)
-            rows = await fresh.rows(transfer_id, "same", (expected.shape[0], expected.shape[1]))
+            rows = await fresh.rows(transfer_id, identifier, (expected.shape[0], expected.shape[1]))
+        assert name in (None, identifier)
         assert torch.equal(rows, expected)
 
 

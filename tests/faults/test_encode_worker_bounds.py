@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from epdctl.worker.transfer.ports import TransferOutcome
 from tests.e2e.encode_worker import EncodeWorker, Reply, new_id, open_consumer, part, picture, start_worker
 from tests.faults.encode_worker_watch import (
     BIG,
@@ -142,7 +143,7 @@ async def test_full_queue_and_sigterm(launch: Launch, own_switch: Switch) -> Non
     await until_misses(worker, 2)
 
     refused = await worker.encode(part(picture((99, 5, 5))))
-    worker.process.send_signal(signal.SIGTERM)
+    os.killpg(worker.process.pid, signal.SIGTERM)  # to the engine as well, as a service manager does
     await wait_until(lambda: is_unhealthy(worker), "draining", 10.0)
     late = await worker.encode(part(picture((98, 5, 5))))
     own_switch.set("")
@@ -153,6 +154,39 @@ async def test_full_queue_and_sigterm(launch: Launch, own_switch: Switch) -> Non
     assert (late.status, late.code) == (503, "shutting_down")
     assert [reply.status for reply in replies] == [200, 200]
     assert await worker.process.wait_exit(15.0) == 0
+
+
+async def test_sigterm_waits_for_what_is_answered_and_not_delivered(
+    launch: Launch, own_switch: Switch
+) -> None:
+    """With --reply-after encode an item can be on its way after its answer: SIGTERM lets it arrive."""
+    env = own_switch.env | {"EPDCTL_TEST_CONTROL_TIMEOUT": "60"}
+    worker = await launch(
+        "--reply-after", "encode", module="tests.stubs.faulty_encode_worker", env=env
+    ).ready()
+    async with open_consumer() as consumer:
+        listener, may_answer = consumer.receiver._listener, asyncio.Event()
+        answer = listener._answer
+
+        async def answer_later(body: bytes) -> bytes:
+            await may_answer.wait()
+            return await answer(body)
+
+        listener._answer = answer_later
+        reply = await worker.encode(
+            part(picture((4, 6, 6))), consumer=consumer.address, transfer_ids=[new_id()]
+        )
+        worker.process.send_signal(signal.SIGTERM)
+        await wait_until(lambda: is_unhealthy(worker), "draining", 10.0)
+        for _ in range(20):
+            assert await is_unhealthy(worker), "it waits for the push"
+        may_answer.set()
+        await wait_until(lambda: bool(consumer.records), "the transfer is over", 10.0)
+        code = await worker.process.wait_exit(20.0)
+
+    assert reply.status == 200
+    assert [record.outcome for record in consumer.records] == [TransferOutcome.DELIVERED]
+    assert code == 0
 
 
 async def test_memory_for_media_is_bounded(launch: Launch, own_switch: Switch) -> None:

@@ -75,6 +75,7 @@ class StubConsumer:
         self.port = port if port is not None else free_port()
         self.session = session
         self.base_address = 1 << 40
+        self.rank_ports = [self.port]
         self.calls: list[ControlCall] = []
         self.reservations: dict[str, Reservation] = {}
         self.set_behaviour(behaviour or {})
@@ -162,7 +163,7 @@ class StubConsumer:
         if way == "refuse" and op != "reserve_batch":
             return _refused("arena is full")
         if op == "peers":
-            return _ok({"ports": [self.port]})
+            return _ok({"ports": self.rank_ports})
         if op == "status":
             return _ok(self._status(str(body.get("transfer_id"))))
         if op == "cancel":

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket as tcp
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 import zmq
 import zmq.asyncio
 
-from epdctl.ec.client import MAX_IDLE_SOCKETS, ControlClient
+from epdctl.ec.client import MAX_IDLE_SOCKETS, ConsumerSilent, ControlClient
 from epdctl.ec.protocol import CompleteItem, Refusal, ReserveItem
 from epdctl.errors import ConsumerUnavailable, InvalidRequest, UpstreamProtocol
 from tests.stubs.ports import free_port
@@ -178,6 +179,30 @@ async def test_nobody_there_is_known_at_once() -> None:
         with pytest.raises(ConsumerUnavailable, match="cannot be reached"):
             await client.peers()
     await client.close()
+
+
+async def test_a_host_that_does_not_answer_at_all_holds_nobody_up() -> None:
+    """A connection that nobody takes or refuses ends at the time-out, and the loop goes on meanwhile."""
+    with tcp.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        with ExitStack() as waiting:
+            # The system lets as many wait as the queue has places; whoever comes then hears nothing.
+            for _ in range(4):
+                one = waiting.enter_context(tcp.socket())
+                one.setblocking(False)
+                one.connect_ex(deaf.getsockname())
+            client = ControlClient(f"tcp://127.0.0.1:{deaf.getsockname()[1]}", 0.5)
+            asking = asyncio.create_task(client.peers())
+            turns = 0
+            while not asking.done():
+                await asyncio.sleep(0.01)
+                turns += 1
+            await client.close()
+
+    with pytest.raises(ConsumerSilent):
+        await asking
+    assert turns > 3
 
 
 async def test_silence_is_an_error_in_time() -> None:

@@ -222,6 +222,7 @@ async def test_space_is_asked_for_once(world: World) -> None:
     await world.settle()
 
     assert len(world.pusher.announced) == 1
+    assert len(world.deliveries._announced) == 0
     assert world.pusher.announced[0].shape == (1, 4)
     assert world.pusher.sources[0].address == 4096 + world.entry.region.offset
 

@@ -47,6 +47,7 @@ def test_an_answer_gives_the_share_back() -> None:
     assert parking.release("a") == ["k3"]
     assert (parking.release("a"), len(parking), parking.consumers()) == ([], 0, [])
     assert gate(parking).takes("k3", ["a"], 250)
+    assert (len(parking._open), len(parking._charged)) == (0, 0), "nothing is kept of what is over"
 
 
 def test_bytes_of_one_item_count_once() -> None:

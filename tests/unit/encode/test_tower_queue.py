@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 
 from epdctl.errors import EpdError
@@ -106,14 +108,15 @@ class Ungated:
 
 
 async def test_parked_items_stand_aside_and_come_back_in_order() -> None:
-    """What the gate refuses neither runs nor counts as waiting pixels; unparked it runs in its old order, and
-    what is removed while parked is gone."""
+    """What the gate refuses neither runs nor counts as waiting pixels; unparked it runs in its old order,
+    before what came later, and what is removed while parked is gone."""
     memory = GatedMemory(8 * UNIT)
     cache = Tiers(
         Arena(8 * UNIT), 0, demote=lambda slot, region: None, evicted=lambda tier, count: None
     ).cache
     running: list[str] = []
-    refused = {"a", "b", "c"}
+    refused = {"z", "y", "x"}
+    may_run = [True]
     parked: list[int] = []
 
     async def settled() -> None:
@@ -122,7 +125,7 @@ async def test_parked_items_stand_aside_and_come_back_in_order() -> None:
     events = QueueEvents(
         running=lambda items: running.extend(key for key, _ in items),
         landed=lambda key, result: None,
-        may_run=lambda: True,
+        may_run=lambda: may_run[0],
         settled=settled,
         new_gate=lambda: lambda key, nbytes: key not in refused,
         parked=lambda: parked.append(1),
@@ -132,14 +135,62 @@ async def test_parked_items_stand_aside_and_come_back_in_order() -> None:
     scheduler = Scheduler(BatchLimits(max_tokens=8, max_items=8))
     with ThreadPoolExecutor(1) as thread:
         queue = TowerQueue(tower, thread, HostArena(view), cache, scheduler, WorkerMetrics(), events)
-        for key in "abcd":
+        for key in "zyxd":
             queue.add(key, memoryview(bytearray(16)), LAYOUT)
         task = asyncio.create_task(queue.run())
         await wait_until(lambda: running == ["d"] and queue.pixel_bytes == 0, "the one that may run has run")
         assert parked
 
-        queue.remove("b")
+        may_run[0] = False
+        queue.add("later", memoryview(bytearray(16)), LAYOUT)
+        queue.remove("y")
         refused.clear()
-        queue.unpark(["c", "b", "a", "unknown"])
-        await wait_until(lambda: running == ["d", "a", "c"] and queue.pixel_bytes == 0, "all have run")
+        queue.unpark(["x", "y", "z", "unknown"])
+        may_run[0] = True
+        await wait_until(lambda: len(running) == 4 and queue.pixel_bytes == 0, "all have run")
         task.cancel()
+
+    assert running == ["d", "z", "x", "later"]
+
+
+async def test_without_arena_space_for_the_oldest_nothing_younger_runs() -> None:
+    """A small item that would fit does not take the space for which a large one waits (hazard 22)."""
+    memory = GatedMemory(4 * UNIT)
+    cache = Tiers(
+        Arena(4 * UNIT), 0, demote=lambda slot, region: None, evicted=lambda tier, count: None
+    ).cache
+    pushed = cache.reserve("pushed", 2 * UNIT)
+    assert pushed is not None
+    running: list[str] = []
+    batches: list[int] = []
+
+    async def settled() -> None:
+        return None
+
+    def new_gate() -> Callable[[str, int], bool]:
+        batches.append(1)
+        return lambda key, nbytes: True
+
+    events = QueueEvents(
+        running=lambda items: running.extend(key for key, _ in items),
+        landed=lambda key, result: None,
+        may_run=lambda: True,
+        settled=settled,
+        new_gate=new_gate,
+    )
+    tower: Any = FakeTower()
+    view: Any = Ungated(memory)
+    scheduler = Scheduler(BatchLimits(max_tokens=8, max_items=8))
+    with ThreadPoolExecutor(1) as thread:
+        queue = TowerQueue(tower, thread, HostArena(view), cache, scheduler, WorkerMetrics(), events)
+        queue.add("large", memoryview(bytearray(16)), msgspec.structs.replace(LAYOUT, rows=3))
+        queue.add("small", memoryview(bytearray(16)), LAYOUT)
+        task = asyncio.create_task(queue.run())
+        await wait_until(lambda: bool(batches), "a batch was looked for")
+        cache.drop(pushed)
+        cache.unpin(pushed)
+        queue.wake()
+        await wait_until(lambda: queue.pixel_bytes == 0, "both have run")
+        task.cancel()
+
+    assert running == ["large", "small"]

@@ -265,5 +265,7 @@ def test_sessions_that_are_gone_are_forgotten() -> None:
         lanes.probes_due(0)
         lanes.probed(f"s{number}", False, 0)
 
+    assert lanes.due() == []
     assert len(lanes._sessions) <= MAX_SESSIONS
+    assert len(lanes._waiting) == 0
     assert lanes.is_idle

@@ -240,14 +240,19 @@ class TestWrites:
         assert early == []
 
     async def test_closing_frees_all_sources(self) -> None:
-        """When the engine is gone nothing reads any source, and no caller is left waiting."""
+        """When the engine is gone, and not sooner, nothing reads any source; no caller is left waiting."""
         engine = TransferEngine(host="10.0.0.5", load=lambda: Library(status=lambda batch: 0))
-        news: list[tuple[bool, bool]] = []
-        engine.submit("s:1", ITEM, lambda failed, settled: news.append((failed, settled)))
+        news: list[tuple[bool, bool, bool]] = []
+
+        def note(failed: bool, settled: bool) -> None:
+            names = [thread.name for thread in threading.enumerate()]
+            news.append((failed, settled, "mooncake-writer" in names))
+
+        engine.submit("s:1", ITEM, note)
         await wait_until(lambda: engine._writer._running != {}, "the write is under way")
         await engine.close()
 
-        assert news == [(True, True)]
+        assert news == [(True, True, False)]
 
     async def test_a_failed_write_never_becomes_a_success(self) -> None:
         """While pieces end on one thread and callers give up on another, a failure stays one (hazard 28)."""

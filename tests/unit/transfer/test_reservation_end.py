@@ -183,6 +183,24 @@ class TestBounds:
 
         assert table.arena.nbytes == table.arena.bytes_by_state()["free"]
 
+    @pytest.mark.parametrize("is_cancelled", [True, False])
+    def test_a_region_whose_writer_is_waited_for_no_more_rests(self, is_cancelled: bool) -> None:
+        """A writer that is never heard of again may still write: whether it was cancelled or its lease ran
+        out, its region is nobody's for a while first (hazards 18 and 41)."""
+        table = Table(256)
+        table.reserve("a")
+        if is_cancelled:
+            table.cancel("a")
+        else:
+            table.pass_time(300)
+        table.pass_time(240)
+
+        assert table.states() == {}
+        assert table.arena.bytes_by_state()["quarantined"] == 256
+        assert isinstance(table.ask("b", "other"), Refusal)
+        table.pass_time(15)
+        assert table.reserve("b", "other").write
+
     def test_followers_end_with_the_wait_for_their_writer(self) -> None:
         """Followers of a writer that is never heard of again do not outlive its wait."""
         table = Table()
@@ -218,8 +236,13 @@ class TestBounds:
             if number % 1000 == 999:
                 sizes.append(sum(table.all.counts().values()) + len(table.all.items))
 
-        assert max(sizes) <= 50 + 1 + len(table.all.items)
+        places = table.arena.nbytes // 256
+        assert max(sizes) <= 50 + places
+        assert len(table.all.items) == places, "nothing is named but what has a place"
         assert len(table.all._ledger._due) <= 2048
+        table.now += 5
+        table.all.expire(table.now)
+        assert table.all.counts()["ended"] == 0
 
     def test_cancels_of_unknown_ids_are_bounded(self) -> None:
         """Cancels for ids that never come do not pile up."""

@@ -6,8 +6,11 @@ import asyncio
 
 import pytest
 
-from epdctl.errors import ConsumerUnavailable, Overloaded
+from epdctl.errors import ConsumerUnavailable, Overloaded, TransferFailed
+from epdctl.worker.transfer import rank_push
+from epdctl.worker.transfer.ports import PushSource
 from epdctl.worker.transfer.receiver import Receiver, ReceiverSettings
+from epdctl.worker.transfer.sender import MAX_CONSUMERS
 from tests.conftest import StartConsumer
 from tests.stubs.ports import free_port
 from tests.stubs.process import wait_until
@@ -20,9 +23,13 @@ class TestIsolation:
     """One consumer's trouble is its own (hazards 17, 29 and 30)."""
 
     async def test_a_silent_consumer_delays_nobody(self, ec_consumer: StartConsumer) -> None:
-        """With 50 items parked at a consumer that never answers, another consumer's go through at once."""
+        """With 50 items parked at a consumer that never answers, all that one may have, another consumer's go
+        through at once."""
         silent = await ec_consumer({"reserve": "silent"})
-        async with consumer_end() as consumer, producer_end(control_timeout_s=3) as producer:
+        async with (
+            consumer_end() as consumer,
+            producer_end(control_timeout_s=3, max_pending=50) as producer,
+        ):
             loop = asyncio.get_running_loop()
             parked = [
                 asyncio.create_task(
@@ -66,6 +73,30 @@ class TestIsolation:
 
             assert not producer.sender.is_suspect(address)
 
+    @pytest.mark.parametrize("is_given_up", [False, True])
+    async def test_a_consumer_that_hangs_before_the_write_is_not_written_to(
+        self, ec_consumer: StartConsumer, monkeypatch: pytest.MonkeyPatch, is_given_up: bool
+    ) -> None:
+        """A consumer that was last heard of before the tower ran is greeted first: no byte goes to it while
+        it hangs, which could hold up every other peer, nor later, when the push was given up."""
+        monkeypatch.setattr(rank_push, "FRESH_S", -1.0)
+        stub = await ec_consumer()
+        async with producer_end(control_timeout_s=0.5, on_write=succeed) as producer:
+            item = producer.item(f"tcp://127.0.0.1:{stub.port}", "t", DATA)
+            delivery = producer.sender.announce(item)
+            await wait_until(lambda: bool(stub.reservations), "the space is reserved")
+            stub.set_behaviour({"peers": {"delay_ms": 300} if is_given_up else "silent"})
+            source = PushSource(address=item.address, digest=item.digest, on_free=item.on_source_free)
+            pushing = asyncio.create_task(delivery.push(source))
+            await wait_until(lambda: len(stub.calls_to("peers")) == 2, "it is greeted")
+            if is_given_up:
+                pushing.cancel()
+            (ended,) = await asyncio.gather(pushing, return_exceptions=True)
+            await wait_until(lambda: producer.freed == ["t"], "the source is free")
+
+            assert isinstance(ended, asyncio.CancelledError if is_given_up else TransferFailed)
+            assert producer.engine.started == []
+
     async def test_a_refused_connection_is_no_silence(self) -> None:
         """Nobody is there: that is known at once each time, so the next item finds out for itself."""
         async with producer_end() as producer:
@@ -88,6 +119,18 @@ class TestIsolation:
 
         assert (kinds.count(ConsumerUnavailable), kinds.count(Overloaded)) == (100, 9900)
         assert producer.sender.stats().pending == 0
+
+
+async def test_consumers_that_are_gone_are_forgotten() -> None:
+    """A producer that outlives hundreds of consumers does not remember them all (hazard 27)."""
+    port = free_port()
+    async with producer_end() as producer:
+        for number in range(MAX_CONSUMERS + 50):
+            address = f"tcp://127.0.{number // 200}.{1 + number % 200}:{port}"
+            with pytest.raises(ConsumerUnavailable):
+                await producer.sender.push(producer.item(address, "t", DATA))
+
+        assert producer.sender.stats().consumers <= MAX_CONSUMERS
 
 
 class TestIncarnations:
@@ -113,6 +156,23 @@ class TestIncarnations:
                 await producer.sender.push(producer.item(address, name, DATA))
 
         assert [call.op for call in stub.calls].count("peers") == 2
+
+    async def test_a_rank_that_moved_to_another_port_is_found(self, ec_consumer: StartConsumer) -> None:
+        """When a rank is not where it was, its consumer is asked anew: the next push reaches it."""
+        base, first, second = await ec_consumer(), await ec_consumer(), await ec_consumer()
+        address = f"tcp://127.0.0.1:{base.port}"
+        base.rank_ports = [first.port]
+        async with producer_end(on_write=succeed) as producer:
+            await producer.sender.push(producer.item(address, "t1", DATA))
+            await first.stop()
+            base.rank_ports = [second.port]
+            with pytest.raises(ConsumerUnavailable):
+                await producer.sender.push(producer.item(address, "t2", DATA))
+            await wait_until(lambda: not producer.sender.is_held(address), "it may be asked again")
+            await producer.sender.push(producer.item(address, "t3", DATA))
+
+        assert list(second.reservations) == ["t3"]
+        assert len(base.calls_to("peers")) == 2
 
     async def test_a_consumer_restarted_on_the_same_port_is_reached(self) -> None:
         """After a restart with another session and memory the next push succeeds."""
