@@ -45,9 +45,8 @@ class FilePusher:
         self._folder = folder
         self._observe = observe
         self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="shared-folder")
-        self._failures = 0
+        self._failed_sizes: tuple[int, ...] = ()
         self._reason = ""
-        self._nbytes = 0
         self._healing: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -65,7 +64,7 @@ class FilePusher:
 
     def trouble(self) -> str | None:
         """Return why the folder cannot be relied on now, or None."""
-        return self._reason if self._failures >= TROUBLED_AFTER_FAILURES else None
+        return self._reason if self._troubling_size() is not None else None
 
     async def close(self) -> None:
         """Take nothing new. What is being written ends, or is given up by whoever waits for it."""
@@ -101,7 +100,8 @@ class FilePusher:
             raise
         finally:
             given_up.set()
-        self._failures = 0
+        if written:
+            self._took(item.nbytes)
         return written
 
     def count(self, outcome: TransferOutcome, nbytes: int, seconds: float) -> None:
@@ -109,30 +109,38 @@ class FilePusher:
         self._observe(TransferRecord(side=Side.PRODUCER, outcome=outcome, nbytes=nbytes, seconds=seconds))
 
     def _failed(self, item: StoredItem, reason: str) -> None:
-        self._failures += 1
-        self._reason, self._nbytes = reason, item.nbytes
+        self._failed_sizes = tuple(sorted((*self._failed_sizes, item.nbytes))[-TROUBLED_AFTER_FAILURES:])
+        self._reason = reason
         if self.trouble() and self._healing is None and not self._closed:
             self._healing = asyncio.create_task(self._heal())
 
+    def _took(self, nbytes: int) -> None:
+        """Forget the failures that a file of `nbytes` bytes makes good: of larger ones it says nothing."""
+        self._failed_sizes = tuple(size for size in self._failed_sizes if size > nbytes)
+
+    def _troubling_size(self) -> int | None:
+        """Return the size that too many files that failed have at least, or None."""
+        return self._failed_sizes[0] if len(self._failed_sizes) >= TROUBLED_AFTER_FAILURES else None
+
     async def _heal(self) -> None:
-        """Try the folder without traffic until it takes a file as large as the last that failed."""
+        """Try the folder without traffic until it takes a file as large as those that failed."""
         try:
-            while self._failures:
+            while (nbytes := self._troubling_size()) is not None:
                 await asyncio.sleep(PROBE_INTERVAL_S)
-                await self._probe()
+                await self._probe(nbytes)
         finally:
             self._healing = None
 
-    async def _probe(self) -> None:
+    async def _probe(self, nbytes: int) -> None:
         loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(self._threads, self._folder.probe, self._nbytes)
+            await loop.run_in_executor(self._threads, self._folder.probe, nbytes)
         except (StorageFull, StorageUnavailable, RuntimeError):
             return
         except Exception:  # noqa: BLE001 - the supervisor of this loop: without it nothing heals
             structlog.get_logger().exception("shared_folder_probe_failed")
             return
-        self._failures = 0
+        self._took(nbytes)
 
 
 class FileDelivery:

@@ -27,19 +27,22 @@ NBYTES = 24
 
 
 class StuckFolder:
-    """A folder whose disk does what the test says: `stuck` until released, or `full`."""
+    """A folder whose disk does what the test says: `stuck` until released, failing, or without much space."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
         self.failure: Exception | None = None
+        self.space = 1 << 20
+        self.there: set[str] = set()
         self.seen: list[bytes] = []
         self.given_up: list[bool] = []
         self.probes: list[int] = []
 
     def store(self, item: StoredItem, rows: memoryview, given_up: threading.Event) -> bool:
         """Wait, then look at what is asked."""
-        if self.failure is not None:
-            raise self.failure
+        self._fail(item.nbytes)
+        if item.identifier in self.there:
+            return False
         self.go_on.wait(30.0)
         self.given_up.append(given_up.is_set())
         self.seen.append(bytes(rows))
@@ -48,8 +51,13 @@ class StuckFolder:
     def probe(self, nbytes: int) -> None:
         """Fail like `store`."""
         self.probes.append(nbytes)
+        self._fail(nbytes)
+
+    def _fail(self, nbytes: int) -> None:
         if self.failure is not None:
             raise self.failure
+        if nbytes > self.space:
+            raise StorageFull("no space")
 
 
 class World:
@@ -62,17 +70,17 @@ class World:
         self.memory.view(256, NBYTES)[:] = b"rows of one embedding..."
         self.pusher = FilePusher(folder, observe=self.records.append, deadline_s=deadline_s)
 
-    def item(self, name: str = "item") -> PushItem:
+    def item(self, name: str = "item", nbytes: int = NBYTES) -> PushItem:
         """Return an item at offset 256."""
         return PushItem(
             consumer_zmq="",
             transfer_id=TransferId(""),
             mm_hash=MmHash(name),
-            nbytes=NBYTES,
-            shape=(2, 3),
+            nbytes=nbytes,
+            shape=(nbytes // 12, 3),
             dtype="float32",
             address=self.memory.address + 256,
-            digest=digest_of(self.memory.view(256, NBYTES)),
+            digest=digest_of(self.memory.view(256, nbytes)),
             on_source_free=lambda: self.freed.append(name),
         )
 
@@ -191,3 +199,74 @@ async def test_a_folder_that_fails_again_and_again_is_trouble_until_it_heals(
     assert set(stuck.probes) == {NBYTES}
     assert world.freed == ["item"] * 3
     await world.pusher.close()
+
+
+@pytest.fixture
+async def small(stuck: StuckFolder) -> World:
+    """Return a pusher whose folder goes on at once and takes files of 100 bytes, not of more."""
+    stuck.go_on.set()
+    stuck.space = 100
+    return World(stuck)
+
+
+async def fails(world: World, *sizes: int) -> None:
+    """Push items that do not fit."""
+    for nbytes in sizes:
+        with pytest.raises(StorageFull):
+            await world.pusher.push(world.item(nbytes=nbytes))
+
+
+async def test_what_says_nothing_of_the_space_does_not_heal_a_full_folder(
+    stuck: StuckFolder, small: World
+) -> None:
+    """After three that did not fit, neither an item that was there nor a smaller file ends the trouble; one
+    as large does."""
+    await fails(small, 1200, 1200, 1200)
+    stuck.there.add("there")
+    stuck.space = 4096
+
+    found = await small.pusher.push(small.item("there", nbytes=2400))
+    assert (found.outcome, small.pusher.trouble()) == (TransferOutcome.CACHED, "no space")
+    await small.pusher.push(small.item("smaller", nbytes=1188))
+    assert small.pusher.trouble() == "no space"
+    await small.pusher.push(small.item("as-large", nbytes=1200))
+    assert small.pusher.trouble() is None
+    await small.pusher.close()
+
+
+async def test_small_files_between_large_ones_that_fail_do_not_hide_them(small: World) -> None:
+    """A folder that takes the small files only is trouble after three large ones."""
+    for _ in range(3):
+        assert small.pusher.trouble() is None
+        await fails(small, 1200)
+        await small.pusher.push(small.item("small"))
+
+    assert small.pusher.trouble() == "no space"
+    await small.pusher.close()
+
+
+async def test_a_small_failure_later_does_not_lower_what_heals(stuck: StuckFolder, small: World) -> None:
+    """When small files fail as well, small files that go well again are not enough."""
+    await fails(small, 1200, 1200, 1200)
+    stuck.space = 0
+    await fails(small, 24, 24)
+    stuck.space = 100
+    await small.pusher.push(small.item("small"))
+
+    assert small.pusher.trouble() == "no space"
+    await small.pusher.close()
+
+
+async def test_one_huge_failure_does_not_keep_a_folder_in_trouble(
+    stuck: StuckFolder, small: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder heals by a file of the size that fails again and again, not by the largest that ever did."""
+    monkeypatch.setattr(file_pusher, "PROBE_INTERVAL_S", 0.02)
+    stuck.space = 0
+    await fails(small, 2400, 24, 48)
+    assert small.pusher.trouble() == "no space"
+
+    stuck.space = 100
+    await wait_until(lambda: small.pusher.trouble() is None, "the trouble is over", 20.0)
+    assert set(stuck.probes) == {24}
+    await small.pusher.close()
