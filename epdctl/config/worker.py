@@ -120,12 +120,15 @@ class WorkerSettings(CommandSettings):
         """The two ends of `--mooncake-ports`, or None."""
         return parse_ports(self.mooncake_ports) if self.mooncake_ports else None
 
-    @property
-    def engine_environment(self) -> dict[str, str]:
-        """The environment of an engine process: ours, with what Mooncake must find before it is loaded."""
+    def engine_environment(self, host: str = "") -> dict[str, str]:
+        """Return the environment of an engine process that is reached under `host`.
+
+        It is ours, with what Mooncake must find before it is loaded.
+        """
         given = child_environment()
-        ports = self.mooncake_port_range
-        return given | mooncake_environment(given, protocol=self.mooncake_protocol, ports=ports)
+        return given | mooncake_environment(
+            given, protocol=self.mooncake_protocol, host=host, ports=self.mooncake_port_range
+        )
 
 
 class EncodeSettings(WorkerSettings):

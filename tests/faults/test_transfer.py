@@ -49,6 +49,22 @@ class TestDelivery:
         assert producer_counts(sent) == consumer_counts(received)
         assert await consumer.is_idle()
 
+    async def test_ipv6_peers_reach_each_other_and_an_ipv4_producer_says_why_not(self, ends: Ends) -> None:
+        """At IPv6 addresses embeddings arrive; from an IPv4 one the push fails at once, with the cure."""
+        producer, consumer, stranger = await asyncio.gather(
+            ends.start("producer", host="::1"), ends.start("consumer", host="::1"), ends.start("stranger")
+        )
+
+        pushed = await producer.push(consumer, "t", 1000)
+        refused = await stranger.push(consumer, "u", 1000)
+        after = await stranger.stats()
+
+        assert pushed.get("outcome") == "delivered", pushed
+        assert (await consumer.take("t", 1000))["digest"] == digest(1000)["digest"]
+        assert refused["error"] == "transfer_failed"
+        assert "MC_USE_IPV6=1" in refused["message"]
+        assert after["freed"] == ["u"]
+
     async def test_both_directions_at_once(self, ends: Ends) -> None:
         """Two processes of one host push 100 items to each other at once, and no bytes get mixed up."""
         left, right = await asyncio.gather(ends.start("left"), ends.start("right"))

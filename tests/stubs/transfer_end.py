@@ -3,8 +3,8 @@
     python -m tests.stubs.transfer_end '{"command_port": 12000, "control_port": 12001, "nbytes": 67108864}'
 
 Settings beyond those: `arena_nbytes` (of the consumer's end, else as `nbytes`), `leases` and `policy` (fields
-of LeasePolicy and PushPolicy), `mooncake_ports` [a, b], `hang` (ops that are never answered), `delay_ms`
-(before each answer), `flip` (flip a byte before the check).
+of LeasePolicy and PushPolicy), `host` (under which Mooncake is reached), `mooncake_ports` [a, b], `hang` (ops
+that are never answered), `delay_ms` (before each answer), `flip` (flip a byte before the check).
 Commands are `{"id": …, "do": "push" | "announce" | "deliver" | "abort" | "take" | "cancel" | "stats", …}`;
 each is answered by `{"id": …, …}`, failures with `error` and `message`. An item's bytes are made from its
 `seed`, and `take` answers with the digest of what it got.
@@ -28,7 +28,7 @@ import zmq.asyncio
 from epdctl.domain import MmHash, TransferId
 from epdctl.ec.protocol import BadMessage, parse_request
 from epdctl.errors import EpdError
-from epdctl.worker.transfer.environment import mooncake_environment
+from epdctl.worker.transfer.environment import mooncake_environment, writes_to_ipv6
 from epdctl.worker.transfer.memory import HostMemory
 from epdctl.worker.transfer.mooncake import TransferEngine
 from epdctl.worker.transfer.notices import LeasePolicy
@@ -68,7 +68,8 @@ class TransferEnd:
     def __init__(self, settings: JSON) -> None:
         self._settings = settings
         self.records: list[TransferRecord] = []
-        self.engine = TransferEngine(host="127.0.0.1")
+        host = settings.get("host", "127.0.0.1")
+        self.engine = TransferEngine(host=host, ipv6=writes_to_ipv6(os.environ))
         sizes = (settings["nbytes"], settings.get("arena_nbytes", settings["nbytes"]))
         self._memories = [HostMemory(size) for size in sizes]
         for memory in self._memories:
@@ -237,7 +238,14 @@ def main() -> None:
     """Read the settings, prepare the environment, and serve."""
     settings = json.loads(sys.argv[1])
     ports = settings.get("mooncake_ports")
-    os.environ.update(mooncake_environment(os.environ, protocol="tcp", ports=tuple(ports) if ports else None))
+    os.environ.update(
+        mooncake_environment(
+            os.environ,
+            protocol="tcp",
+            host=settings.get("host", ""),
+            ports=tuple(ports) if ports else None,
+        )
+    )
     asyncio.run(serve(settings))
 
 

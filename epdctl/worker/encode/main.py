@@ -79,7 +79,7 @@ def _transport(settings: EncodeSettings) -> str:
     if is_folder and settings.mooncake_store is None:
         return settings.ec_connector
     transport = check_transport(
-        settings.mooncake_protocol, settings.mooncake_devices, settings.engine_environment
+        settings.mooncake_protocol, settings.mooncake_devices, settings.engine_environment()
     )
     return settings.ec_connector if is_folder else transport
 
@@ -180,7 +180,7 @@ def _engine_spec(settings: EncodeSettings, folder: Path, url: str, module: str, 
         name=f"encode-{number}",
         module=module,
         settings=msgspec.to_builtins(engine),
-        environment=settings.engine_environment,
+        environment=settings.engine_environment(engine.host),
         log_format=settings.log_format,
         log_level=settings.log_level,
     )

@@ -6,6 +6,7 @@ Rules of this file: transfer's start-up failures become the engine's; how each t
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from epdctl.metrics import WorkerMetrics
 from epdctl.worker.encode.arena_memory import ArenaMemory
 from epdctl.worker.encode.messages import EncodeEngineSettings
 from epdctl.worker.engine import StartFailed
+from epdctl.worker.transfer.environment import writes_to_ipv6
 from epdctl.worker.transfer.file_pusher import FilePusher
 from epdctl.worker.transfer.mooncake import TransferEngine, TransferSetupFailed, find_wheel
 from epdctl.worker.transfer.ports import RecordSink, TransferOutcome, TransferRecord
@@ -70,7 +72,10 @@ async def open_transfer(
         _check_wheel()
     try:
         engine = TransferEngine(
-            host=settings.host, protocol=settings.mooncake_protocol, devices=settings.mooncake_devices
+            host=settings.host,
+            protocol=settings.mooncake_protocol,
+            devices=settings.mooncake_devices,
+            ipv6=writes_to_ipv6(os.environ),
         )
     except TransferSetupFailed as error:
         raise StartFailed(str(error)) from error

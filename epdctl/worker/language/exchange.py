@@ -23,7 +23,7 @@ from epdctl.worker.language.kv_messages import KvTicket
 from epdctl.worker.language.kv_server import KvServer, KvServerSettings
 from epdctl.worker.language.messages import KvSendEnd, LanguageEngineSettings
 from epdctl.worker.language.spec import ModelSpec
-from epdctl.worker.transfer.environment import mooncake_environment
+from epdctl.worker.transfer.environment import mooncake_environment, writes_to_ipv6
 from epdctl.worker.transfer.mooncake import TransferEngine, TransferSetupFailed
 
 
@@ -112,13 +112,19 @@ class Exchange:
 def _open_mooncake(settings: LanguageEngineSettings) -> TransferEngine:
     # Mooncake reads its settings from the environment when it is imported.
     os.environ.update(
-        mooncake_environment(os.environ, protocol=settings.mooncake_protocol, ports=settings.mooncake_ports)
+        mooncake_environment(
+            os.environ,
+            protocol=settings.mooncake_protocol,
+            host=settings.advertise_host,
+            ports=settings.mooncake_ports,
+        )
     )
     try:
         engine = TransferEngine(
             host=settings.advertise_host,
             protocol=settings.mooncake_protocol,
             devices=settings.mooncake_devices,
+            ipv6=writes_to_ipv6(os.environ),
         )
     except TransferSetupFailed as error:
         raise StartFailed(str(error)) from error

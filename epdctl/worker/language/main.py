@@ -85,7 +85,7 @@ def _run(settings: LanguageSettings, role: Role) -> int:
     configure_logs(settings.log_format, settings.log_level)
     try:
         transport = check_transport(
-            settings.mooncake_protocol, settings.mooncake_devices, settings.engine_environment
+            settings.mooncake_protocol, settings.mooncake_devices, settings.engine_environment()
         )
         check_memory(_memory(settings), times=settings.data_parallel_size)
         place = _find_place(settings)

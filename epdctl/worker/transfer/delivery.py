@@ -230,6 +230,7 @@ class Delivery:
 
 
 def _error(finish: Finish) -> EpdError:
+    reason = f": {finish.detail}" if finish.detail else ""
     match finish.failure:
         case Failure.UNAVAILABLE:
             return ConsumerUnavailable("the EC consumer did not answer in time")
@@ -240,11 +241,10 @@ def _error(finish: Finish) -> EpdError:
         case Failure.TIMEOUT:
             return UpstreamTimeout("the embedding was not delivered in time")
         case Failure.REFUSED:
-            reason = f": {finish.detail}" if finish.detail else ""
             return TransferFailed(f"the EC consumer refused the embedding{reason}")
         case Failure.CORRUPT:
             return TransferFailed("the EC consumer did not accept the bytes of the embedding")
         case Failure.WRITER_GONE:
             return TransferFailed("another producer of the same embedding gave up, twice")
         case _:
-            return TransferFailed("the embedding could not be written to the EC consumer")
+            return TransferFailed(f"the embedding could not be written to the EC consumer{reason}")

@@ -11,6 +11,7 @@ measurements of mooncake-transfer-engine 0.3.13.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from ipaddress import IPv6Address
 
 PROGRESS_TIMEOUT_S = 5
 """A write that makes no progress for this long fails; Mooncake's own default is 30."""
@@ -19,6 +20,9 @@ MIN_PORTS = 4
 """Two listeners per engine, and a killed process leaves its ports unusable for a minute."""
 
 EPHEMERAL_FROM = 32768
+
+_IPV6 = "MC_USE_IPV6"
+"""With it, at any value, Mooncake listens to both families and writes to IPv6 only; else all is IPv4."""
 
 _DEFAULTS = {
     "MC_LOG_LEVEL": "ERROR",
@@ -38,16 +42,47 @@ _DEFAULTS = {
 
 
 def mooncake_environment(
-    given: Mapping[str, str], *, protocol: str, ports: tuple[int, int] | None = None
+    given: Mapping[str, str], *, protocol: str, host: str = "", ports: tuple[int, int] | None = None
 ) -> dict[str, str]:
-    """Return the variables to set on top of `given` for an engine of `protocol`, listening within `ports`."""
+    """Return the variables to set on top of `given` for an engine of `protocol`.
+
+    `host` is what it is reached under, `ports` the range within which it listens.
+    """
     wanted = dict(_DEFAULTS)
+    if _is_ipv6(host):
+        wanted[_IPV6] = "1"
     if protocol == "tcp":
         # With an HCA present Mooncake would pick RDMA in spite of the protocol it is told.
         wanted["MC_FORCE_TCP"] = "1"
     if ports is not None:
         wanted |= {"MC_MIN_RPC_PORT": str(ports[0]), "MC_MAX_RPC_PORT": str(ports[1])}
     return {name: value for name, value in wanted.items() if name not in given}
+
+
+def writes_to_ipv6(environment: Mapping[str, str]) -> bool:
+    """Return whether Mooncake writes to IPv6 addresses, and then to no others; whatever the value is."""
+    return _IPV6 in environment
+
+
+def wrong_family(session: str, *, ipv6: bool) -> str | None:
+    """Return why an engine that writes to IPv6, or to IPv4, does not reach `session`; None when it may.
+
+    `session` is Mooncake's `host:port`. A name is not looked up: it may have addresses of both kinds.
+    """
+    host = session.rpartition(":")[0]
+    if _is_ipv6(host) and not ipv6:
+        return f"it is at an IPv6 address and this worker writes to IPv4: start this one with {_IPV6}=1"
+    if ipv6 and host.replace(".", "").isdigit():
+        return f"it is at an IPv4 address and this worker writes to IPv6 ({_IPV6}): give both of one kind"
+    return None
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        IPv6Address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def parse_ports(text: str) -> tuple[int, int]:

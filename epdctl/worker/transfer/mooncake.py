@@ -33,6 +33,7 @@ from typing import Any
 
 from epdctl.errors import TransferFailed, UpstreamTimeout
 from epdctl.worker.transfer.callbacks import call_back
+from epdctl.worker.transfer.environment import wrong_family
 from epdctl.worker.transfer.lanes import JobUpdate, Piece
 from epdctl.worker.transfer.writer import Add, Withdraw, Writer
 
@@ -99,7 +100,10 @@ def load_engine() -> Any:
 
 
 class TransferEngine:
-    """One initialised engine of this process. `host` is what peers connect to; it is never checked."""
+    """One initialised engine of this process. `host` is what peers connect to; it is never checked.
+
+    `ipv6` says which peers it reaches (`environment.writes_to_ipv6`).
+    """
 
     def __init__(
         self,
@@ -107,6 +111,7 @@ class TransferEngine:
         host: str,
         protocol: str = "tcp",
         devices: str = "",
+        ipv6: bool = False,
         load: Callable[[], Any] = load_engine,
     ) -> None:
         engine = load()
@@ -117,6 +122,7 @@ class TransferEngine:
                 f" (--mooncake-ports), or protocol '{protocol}' does not work on this machine"
             )
         self._engine: Any = engine
+        self._ipv6 = ipv6
         self._pid = os.getpid()
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
@@ -139,8 +145,13 @@ class TransferEngine:
         self._require().batch_unregister_memory([address])
 
     def submit(self, session: str, pieces: Sequence[Piece], on_news: OnNews) -> int:
-        """Queue one write and return its number; called on the event loop."""
+        """Queue one write and return its number; called on the event loop.
+
+        Raises TransferFailed, and nothing is queued, for a peer that this engine cannot reach.
+        """
         self._require()
+        if (reason := wrong_family(session, ipv6=self._ipv6)) is not None:
+            raise TransferFailed(reason)
         job = next(self._numbers)
         self._writes[job] = on_news
         self._writer.tell(Add(session, job, tuple(pieces)))
@@ -172,7 +183,11 @@ class TransferEngine:
             if settled:
                 on_settled()
 
-        job = self.submit(session, pieces, take)
+        try:
+            job = self.submit(session, pieces, take)
+        except (TransferFailed, TransferSetupFailed):
+            on_settled()
+            raise
         try:
             await asyncio.wait({outcome}, timeout=deadline_s)
             if not outcome.done():

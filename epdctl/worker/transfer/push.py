@@ -129,7 +129,7 @@ class Push:
             self._ask_again()
         return self._take()
 
-    def written(self, ok: bool, now: float) -> list[Action]:
+    def written(self, ok: bool, now: float, reason: str = "") -> list[Action]:
         """The write succeeded, or one of its pieces failed (others may be in flight still)."""
         if ok:
             self.bytes_written = self._nbytes
@@ -137,7 +137,7 @@ class Push:
             if ok:
                 self._complete()
             else:
-                self._fail(Failure.WRITE_FAILED)
+                self._fail(Failure.WRITE_FAILED, reason)
         elif ok and self._held is not None:
             # Too late for the caller, but now nothing can land any more.
             self._held.may_land = False

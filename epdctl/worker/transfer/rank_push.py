@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from epdctl.domain import TransferId
 from epdctl.ec.client import ConsumerSilent
 from epdctl.ec.protocol import CompleteItem, Refusal, Reservation, ReserveItem
-from epdctl.errors import ConsumerUnavailable, EpdError, UpstreamProtocol
+from epdctl.errors import ConsumerUnavailable, EpdError, TransferFailed, UpstreamProtocol
 from epdctl.worker.transfer.lanes import Piece
 from epdctl.worker.transfer.links import ConsumerLink, RankLink
 from epdctl.worker.transfer.mooncake import OnNews, TransferSetupFailed
@@ -266,8 +266,8 @@ class RankPush:
     def _start_write(self, wanted: Write) -> None:
         if self._loop.time() - self._rank.heard_at > FRESH_S:
             self._track(self._greet_and_write(wanted))
-        elif not self._submit(wanted):
-            self._loop.call_soon(self._not_written)
+        elif (reason := self._submit(wanted)) is not None:
+            self._loop.call_soon(self._not_written, reason)
 
     async def _greet_and_write(self, wanted: Write) -> None:
         try:
@@ -277,20 +277,24 @@ class RankPush:
             self._not_written()
             return
         # The push may have been given up while we asked: then not a byte must go out.
-        if self._push.phase is not Phase.WRITING or not self._submit(wanted):
+        if self._push.phase is not Phase.WRITING:
             self._not_written()
+        elif (reason := self._submit(wanted)) is not None:
+            self._not_written(reason)
 
-    def _submit(self, wanted: Write) -> bool:
-        """Hand the write to the engine; false when there is none, or nothing to write."""
+    def _submit(self, wanted: Write) -> str | None:
+        """Hand the write to the engine; return why that was not done."""
         if self._source is None:
-            return False
+            return "there is nothing to write"
         piece = Piece(self._source.address, wanted.destination, self._item.nbytes)
         try:
             self._write = self._around.engine.submit(wanted.session, (piece,), self._take_news)
-        except TransferSetupFailed:
-            return False
+        except TransferSetupFailed as error:
+            return str(error)
+        except TransferFailed as error:
+            return error.message
         self._is_writing = True
-        return True
+        return None
 
     def _take_news(self, failed: bool, settled: bool) -> None:
         now = self._loop.time()
@@ -302,6 +306,6 @@ class RankPush:
             actions += self._push.settled(now)
         self._do(actions)
 
-    def _not_written(self) -> None:
+    def _not_written(self, reason: str = "") -> None:
         now = self._loop.time()
-        self._do(self._push.written(False, now) + self._push.settled(now))
+        self._do(self._push.written(False, now, reason) + self._push.settled(now))

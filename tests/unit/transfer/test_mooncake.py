@@ -169,6 +169,18 @@ class TestSetup:
         with pytest.raises(TransferSetupFailed, match="closed"):
             engine.register(4096, 100)
 
+    @pytest.mark.parametrize("shut", [False, True])
+    async def test_a_write_that_cannot_be_queued_leaves_its_source_free(self, shut: bool) -> None:
+        """To a peer of the other address family, or after the end: an error at once, and nothing is read."""
+        settled: list[bool] = []
+        async with engine_of(Library()) as engine:
+            if shut:
+                await engine.close()
+            with pytest.raises((TransferFailed, TransferSetupFailed), match="closed" if shut else "IPv6"):
+                await engine.write("[::1]:1", ITEM, deadline_s=5.0, on_settled=lambda: settled.append(True))
+
+        assert settled == [True]
+
     async def test_a_forked_child_may_not_use_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """In a forked child the library would hang: that is an error at once."""
         async with engine_of(Library()) as engine:

@@ -67,6 +67,15 @@ class TestLoss:
         assert Finish(TransferOutcome.FAILED, Failure.UNAVAILABLE) == actions[0]
         assert Cancel(TransferId("a"), "r", abandon=True, fenced=True) == actions[1]
 
+    def test_a_write_that_was_never_begun_says_why(self) -> None:
+        """The reason is part of the failure that the caller is told."""
+        desk = Desk()
+        desk.write()
+
+        actions = desk.push.written(False, desk.now, "it is out of reach")
+
+        assert Finish(TransferOutcome.FAILED, Failure.WRITE_FAILED, "it is out of reach") in actions
+
     def test_an_answer_to_something_else_is_ignored(self) -> None:
         """Late and doubled answers change nothing."""
         desk = Desk()

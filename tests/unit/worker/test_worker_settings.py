@@ -125,10 +125,12 @@ def test_engine_gets_what_mooncake_must_find(monkeypatch: pytest.MonkeyPatch) ->
     """Mooncake's variables are in the engine's environment; what the operator set himself wins."""
     monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
 
-    environment = load("--mooncake-ports", "16000-16100").engine_environment
+    environment = load("--mooncake-ports", "16000-16100").engine_environment()
 
     assert (environment["MC_MIN_RPC_PORT"], environment["MC_MAX_RPC_PORT"]) == ("16000", "16100")
     assert (environment["MC_FORCE_TCP"], environment["MC_LOG_LEVEL"]) == ("1", "INFO")
+    assert "MC_USE_IPV6" not in environment
+    assert load().engine_environment("::1")["MC_USE_IPV6"] == "1"
 
 
 @pytest.mark.parametrize(
