@@ -114,6 +114,38 @@ async def test_what_waits_for_a_silent_consumer_fails_in_time(launch: Launch) ->
     await until_nothing_in_flight(worker)
 
 
+async def test_the_end_of_what_waits_for_one_consumer_is_not_that_of_others(
+    launch: Launch, own_switch: Switch
+) -> None:
+    """While items for a silent consumer fail, those for a live one wait behind the tower: they arrive."""
+    worker = await faulty(launch, own_switch, "--cache-bytes", str(2**20)).ready()
+
+    async with StubConsumer({"reserve": "silent", "cancel": "silent"}) as stub, open_consumer() as alive:
+        silent = asyncio.create_task(encode_for(worker, stub.address, range(20)))
+        await until_misses(worker, 20)
+
+        async def share_is_encoded() -> bool:
+            return await worker.metric("epdctl_encode_seconds_count") > 0
+
+        await wait_until(share_is_encoded, "the silent one's share is encoded, the rest is parked", 20.0)
+        begun = await worker.metric("epdctl_encode_queue_seconds_count")
+        own_switch.set("hang")
+        before = asyncio.create_task(worker.encode(part(picture((8, 8, 200)))))
+
+        async def in_the_tower() -> bool:
+            return await worker.metric("epdctl_encode_queue_seconds_count") > begun
+
+        await wait_until(in_the_tower, "the tower stands still", 20.0)
+        waiting = asyncio.create_task(encode_for(worker, alive.address, range(100, 104)))
+        await until_misses(worker, 25)
+        failed = await silent
+        own_switch.set("")
+        good = [await before, *await waiting]
+
+    assert {(reply.status, reply.code) for reply in failed} == {(503, "consumer_unavailable")}
+    assert [reply.status for reply in good] == [200] * 5
+
+
 async def test_small_cache_serves_what_fits_and_names_what_does_not(launch: Launch) -> None:
     """An embedding that can never fit is refused with the flag that helps, its sibling succeeds; more
     embeddings than fit at a time are encoded one after the other as space comes back."""

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from epdctl.errors import TransferFailed, UpstreamTimeout
+from epdctl.worker.transfer import writer
 from epdctl.worker.transfer.lanes import Piece
 from epdctl.worker.transfer.mooncake import TransferEngine, TransferSetupFailed, load_engine
-from epdctl.worker.transfer.writer import PROBE_TIMEOUT_S
+from epdctl.worker.transfer.writer import MAX_PROBES, PROBE_TIMEOUT_S
 from tests.stubs.process import wait_until
 
 pytestmark = pytest.mark.unit
@@ -301,6 +302,23 @@ class TestWrites:
 
         assert settled == [True]
 
+    async def test_of_news_that_come_together_each_is_told(self) -> None:
+        """Two writes that end in one look: that the first one's news cannot be taken is not the second's."""
+        finished = threading.Event()
+        library = Library(status=lambda batch: int(finished.is_set()))
+        told: list[str] = []
+
+        def fail(failed: bool, settled: bool) -> None:
+            told.append("first")
+            raise RuntimeError("in the caller")
+
+        async with engine_of(library) as engine:
+            engine.submit("s:1", ITEM, fail)
+            engine.submit("s:2", ITEM, lambda failed, settled: told.append("second"))
+            await wait_until(lambda: len(library.writes) == 2, "both are under way")
+            finished.set()
+            await wait_until(lambda: sorted(told) == ["first", "second"], "both are told")
+
     async def test_an_exception_in_the_library_is_survived(self) -> None:
         """An exception out of Mooncake is logged, and later writes go on."""
         faults = iter([True])
@@ -354,3 +372,27 @@ class TestContact:
         assert took < 1
         assert PROBE_TIMEOUT_S - 0.1 < until_failed < PROBE_TIMEOUT_S + 1.5
         assert threads == 1
+
+    async def test_hanging_probes_take_a_bounded_number_of_threads(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A probe that hangs keeps its thread for a minute: beyond so many of them a new peer fails."""
+        monkeypatch.setattr(writer, "PROBE_TIMEOUT_S", 0.2)
+        hanging = threading.Event()
+        probed: list[str] = []
+
+        def probe(session: str) -> int:
+            probed.append(session)
+            hanging.wait(60)
+            return 0
+
+        async with engine_of(Library(probe=probe)) as engine:
+            writes = [
+                engine.write(f"hung:{number}", ITEM, deadline_s=30, on_settled=lambda: None)
+                for number in range(MAX_PROBES + 8)
+            ]
+            ends = await asyncio.gather(*writes, return_exceptions=True)
+            hanging.set()
+
+        assert {type(end) for end in ends} == {TransferFailed}
+        assert len(probed) == MAX_PROBES

@@ -251,16 +251,19 @@ class TestClosing:
         """Pushes that wait when the worker ends fail with a reason, in bounded time."""
         silent = await ec_consumer({"reserve": "silent"})
         async with producer_end(control_timeout_s=30) as producer:
-            pushing = asyncio.create_task(
-                producer.sender.push(producer.item(f"tcp://127.0.0.1:{silent.port}", "t", DATA))
-            )
-            await wait_until(lambda: bool(silent.calls), "the consumer was asked")
+            address = f"tcp://127.0.0.1:{silent.port}"
+            pushing = [
+                asyncio.create_task(producer.sender.push(producer.item(address, name, DATA)))
+                for name in ("t1", "t2")
+            ]
+            await wait_until(lambda: bool(silent.calls_to("reserve_batch")), "the consumer was asked")
             async with asyncio.timeout(4):
                 await producer.sender.close()
-            with pytest.raises(TransferFailed):
-                await pushing
+            for one in pushing:
+                with pytest.raises(TransferFailed):
+                    await one
 
-            assert producer.freed == ["t"]
+            assert sorted(producer.freed) == ["t1", "t2"]
 
     async def test_a_source_that_is_read_when_closing_is_freed_by_the_engine(self) -> None:
         """A write that outlives the sender keeps its source until the engine lets go of it."""

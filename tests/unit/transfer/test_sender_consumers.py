@@ -8,13 +8,15 @@ import pytest
 
 from epdctl.errors import ConsumerUnavailable, Overloaded, TransferFailed
 from epdctl.worker.transfer import rank_push
-from epdctl.worker.transfer.ports import PushSource
+from epdctl.worker.transfer.ports import PushSource, TransferOutcome
+from epdctl.worker.transfer.push_steps import PushPolicy
 from epdctl.worker.transfer.receiver import Receiver, ReceiverSettings
 from epdctl.worker.transfer.sender import MAX_CONSUMERS
 from tests.conftest import StartConsumer
 from tests.stubs.ports import free_port
 from tests.stubs.process import wait_until
 from tests.unit.transfer.ends import DATA, consumer_end, producer_end, succeed
+from tests.unit.transfer.engine import Started
 
 pytestmark = pytest.mark.unit
 
@@ -119,6 +121,56 @@ class TestIsolation:
 
         assert (kinds.count(ConsumerUnavailable), kinds.count(Overloaded)) == (100, 9900)
         assert producer.sender.stats().pending == 0
+
+
+class TestRanks:
+    """A consumer of several ranks: each gets the whole item."""
+
+    async def test_a_delivery_is_over_when_every_rank_has_the_item(self, ec_consumer: StartConsumer) -> None:
+        """The source is kept until the last rank has it, and the bytes of all are counted."""
+        base, left, right = await ec_consumer(), await ec_consumer(), await ec_consumer()
+        base.rank_ports = [left.port, right.port]
+        started: list[Started] = []
+        async with producer_end(on_write=started.append) as producer:
+            item = producer.item(f"tcp://127.0.0.1:{base.port}", "t", DATA)
+            pushing = asyncio.create_task(producer.sender.push(item))
+            await wait_until(lambda: len(started) == 2, "both are written to")
+            started[0].end(True)
+            await wait_until(
+                lambda: any(rank.calls_to("complete_batch") for rank in (left, right)), "one has"
+            )
+            freed_early = list(producer.freed)
+            started[1].end(True)
+            result = await pushing
+
+            assert freed_early == []
+            assert producer.freed == ["t"]
+            assert (result.outcome, result.nbytes_written) == (TransferOutcome.DELIVERED, 2 * len(DATA))
+        assert [rank.reservations["t"].state for rank in (left, right)] == ["ready", "ready"]
+
+    async def test_a_rank_that_fails_ends_the_delivery_to_the_others(
+        self, ec_consumer: StartConsumer
+    ) -> None:
+        """The caller hears of it; the write to another rank is given up, its source kept until it ends."""
+        base, good, silent = (
+            await ec_consumer(),
+            await ec_consumer(),
+            await ec_consumer({"reserve": "silent"}),
+        )
+        base.rank_ports = [good.port, silent.port]
+        started: list[Started] = []
+        patient = PushPolicy(write_base_s=60.0)
+        async with producer_end(policy=patient, control_timeout_s=0.2, on_write=started.append) as producer:
+            with pytest.raises(ConsumerUnavailable):
+                await producer.sender.push(producer.item(f"tcp://127.0.0.1:{base.port}", "t", DATA))
+            await wait_until(lambda: bool(good.calls_to("cancel")), "the other rank is told")
+            freed_early = list(producer.freed)
+            started[0].end(False)
+            await wait_until(lambda: producer.freed == ["t"], "the source is free")
+
+            assert freed_early == []
+            assert [started[0].job] == producer.engine.withdrawn
+        assert good.calls_to("cancel")[0].body["failed"] is True
 
 
 async def test_consumers_that_are_gone_are_forgotten() -> None:
