@@ -75,6 +75,22 @@ class CommandSettings(BaseSettings):
             raise ValueError(f"must be at most {LONGEST_S:.0f}")
         return value
 
+    def refuse_idle(self, *names: str, why: str, variables_count: bool = True) -> None:
+        """Refuse fields that were given and would do nothing; `why` says when, such as "without --x".
+
+        `variables_count` is off for variables that other commands read too: they may be meant for those.
+
+        Raises:
+            ValueError: one of them was given, as it is by default or not; the text names it and the cure.
+        """
+        for name in names:
+            variable = variable_of(name, type(self).model_fields[name])
+            is_variable = any(known.upper() == variable for known in os.environ)
+            if name in self.model_fields_set and (variables_count or not is_variable):
+                flag = _flag(type(self), (name,))
+                cure = f"unset {variable}" if is_variable else "leave it out"
+                raise ValueError(f"{flag} does nothing {why}: {cure}")
+
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Straighten the docstring's margin: it is the text of `--help`."""

@@ -258,6 +258,7 @@ class EncodeSettings(WorkerSettings):
                 f"--device {self.device} is one device: with --data-parallel-size name its kind, such as cuda"
             )
         self._check_connector()
+        self._check_mooncake()
         self._check_arena()
         path = self.allowed_local_media_path
         if path is not None and not path.is_dir():
@@ -273,6 +274,19 @@ class EncodeSettings(WorkerSettings):
         if path is not None and self.reply_after == "encode":
             # A consumer of vLLM that is asked for an embedding that is not in the folder yet ends itself.
             raise ValueError("--reply-after encode does not go with --ec-connector shared-filesystem")
+
+    def _check_mooncake(self) -> None:
+        if self.mooncake_store is not None:
+            return
+        self.refuse_idle(
+            "mooncake_store_segment_bytes",
+            "mooncake_store_buffer_bytes",
+            "mooncake_store_timeout",
+            why="without --mooncake-store",
+        )
+        if self.ec_connector == "shared-filesystem":
+            why = "with --ec-connector shared-filesystem and no --mooncake-store"
+            self.refuse_idle("mooncake_protocol", "mooncake_devices", "mooncake_ports", why=why)
 
     def _check_arena(self) -> None:
         if self.arena == "host":

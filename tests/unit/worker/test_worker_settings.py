@@ -13,6 +13,7 @@ pytestmark = pytest.mark.unit
 
 PROG = "epdctl worker encode"
 ON_DEVICE = ("--arena", "device", "--device", "cuda:0")
+STORE = ("--mooncake-store", "10.0.0.9:50051")
 SHARED = ("--ec-connector", "shared-filesystem", "--shared-storage-path")
 
 
@@ -66,6 +67,19 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--device", "mps"), "--device: 'mps' is no device that is served"),
         (("--allowed-media-domains", ","), "--allowed-media-domains: ',' names nothing"),
         ((*SHARED, ".", *ON_DEVICE), "--arena device does not go with --ec-connector shared-filesystem"),
+        (
+            (*SHARED, ".", "--mooncake-protocol", "rdma"),
+            "--mooncake-protocol does nothing with --ec-connector shared-filesystem and no --mooncake-store: "
+            "leave it out",
+        ),
+        ((*SHARED, ".", "--mooncake-protocol", "tcp"), "--mooncake-protocol does nothing with"),
+        ((*SHARED, ".", "--mooncake-ports", "15000-15100"), "--mooncake-ports does nothing with"),
+        (
+            ("--mooncake-store-segment-bytes", "5"),
+            "--mooncake-store-segment-bytes does nothing without --mooncake-store: leave it out",
+        ),
+        (("--mooncake-store-buffer-bytes", "67108864"), "--mooncake-store-buffer-bytes does nothing"),
+        (("--mooncake-store-timeout", "1"), "--mooncake-store-timeout does nothing without"),
         (("--data-parallel-size", "0"), "--data-parallel-size"),
         (("--data-parallel-size", "2", "--device", "cuda:1"), "--device cuda:1 is one device"),
         (("--no-such-flag", "1"), "--no-such-flag"),
@@ -80,6 +94,35 @@ def test_wrong_flag_is_named(
 
     assert end.value.code == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*SHARED, "."),
+        (*SHARED, ".", *STORE, "--mooncake-protocol", "rdma", "--mooncake-ports", "15000-15100"),
+        (*SHARED, ".", "--advertise-url", "http://e:1"),  # where no route tells the address
+        (*STORE, "--mooncake-store-segment-bytes", "0", "--mooncake-store-timeout", "1"),
+        ("--mooncake-protocol", "rdma", "--mooncake-ports", "15000-15100"),
+    ],
+)
+def test_what_has_a_use_is_taken(arguments: tuple[str, ...]) -> None:
+    """A shared store goes over Mooncake whatever the connector, and what was not given is not refused."""
+    assert load(*arguments).model == "m"
+
+
+def test_a_variable_without_a_use_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What comes from a variable is refused like its flag, and the cure is to unset it."""
+    monkeypatch.setenv("EPDCTL_MOONCAKE_PROTOCOL", "rdma")
+
+    with pytest.raises(SystemExit):
+        load(*SHARED, ".")
+
+    said = capsys.readouterr().err
+    assert "--mooncake-protocol does nothing with --ec-connector shared-filesystem" in said
+    assert "unset EPDCTL_MOONCAKE_PROTOCOL" in said
 
 
 def test_registration_comes_from_flag_or_variable(monkeypatch: pytest.MonkeyPatch) -> None:
