@@ -66,7 +66,7 @@ class WorkerSettings(CommandSettings):
     )
     device: str = Field("cpu", description="Device of the model, such as cpu or cuda:0.")
     dtype: Dtype = Field("auto", description="Data type of the model; auto is the checkpoint's own.")
-    threads: int = Field(1, ge=1, description="CPU threads of the engine process.")
+    threads: int = Field(1, ge=1, le=1024, description="CPU threads of the engine process.")
     register_url: str | None = Field(
         default_factory=variable_EPDCTL_REGISTER,
         validate_default=True,
@@ -200,7 +200,7 @@ class EncodeSettings(WorkerSettings):
     max_items: int = Field(64, ge=1, description="Most items in one request.")
     queue_items: int = Field(512, ge=1, description="Most items accepted at a time; beyond it 429.")
     transfer_timeout: float = Field(8.0, gt=0, description="Seconds until a push that makes no end fails.")
-    media_threads: int = Field(2, ge=1, description="Threads that decode and resize media.")
+    media_threads: int = Field(2, ge=1, le=1024, description="Threads that decode and resize media.")
     media_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one item.")
     media_redirects: int = Field(3, ge=0, description="Redirects to follow for one item.")
     max_media_bytes: int = Field(64 * MIB, ge=1, description="Largest media file.")

@@ -11,6 +11,7 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+import errno
 import sys
 import time
 import uuid
@@ -175,6 +176,9 @@ class Supervisor:
             begun = loop.time()
             try:
                 reason = await self._live()
+            except (OSError, zmq.ZMQError) as error:
+                self._state, self._reason = EngineState.DOWN, _why_not_run(error)
+                reason = self._reason
             except Exception:  # noqa: BLE001 - the one supervisor of this loop; logged on the next line
                 self._log.exception("engine_supervision_failed")
                 self._state, self._reason = EngineState.DOWN, "the engine process could not be run"
@@ -343,3 +347,8 @@ async def _kill(process: asyncio.subprocess.Process) -> None:
         with suppress(ProcessLookupError):
             process.kill()
     await process.wait()
+
+
+def _why_not_run(error: OSError | zmq.ZMQError) -> str:
+    cure = ": raise their limit (ulimit -n)" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+    return f"the engine process could not be run: {error.strerror or error}{cure}"

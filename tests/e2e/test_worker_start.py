@@ -81,6 +81,20 @@ async def test_a_folder_without_a_model_is_told(kind: str, tmp_path: Path) -> No
     assert "Traceback" not in stderr
 
 
+@pytest.mark.parametrize("kind", ["encode", "prefill-decode"])
+async def test_a_temporary_folder_too_long_for_a_socket_is_named(kind: str, tmp_path: Path) -> None:
+    """A TMPDIR whose sockets would have no valid path: exit 1, the path, what to do, and no traceback."""
+    folder = tmp_path / ("a" * 110)
+    folder.mkdir()
+    flags = ("--ec-port", str(free_port())) if kind == "prefill-decode" else ()
+
+    code, stderr = await start(kind, *flags, TMPDIR=str(folder))
+
+    assert code == 1
+    assert "too long for a socket: set TMPDIR to a shorter folder" in stderr
+    assert "Traceback" not in stderr
+
+
 @pytest.fixture
 def starting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Process]:
     """Start a worker of the kind that the test asks for; it ends with the test."""

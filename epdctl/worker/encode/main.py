@@ -33,6 +33,7 @@ from epdctl.worker.free_memory import check_memory
 from epdctl.worker.leave import leave
 from epdctl.worker.media import MediaLimits
 from epdctl.worker.media_address import FetchRules
+from epdctl.worker.open_files import check_open_files
 from epdctl.worker.server import (
     InFlight,
     WorkerEdge,
@@ -56,6 +57,7 @@ def run(settings: EncodeSettings, *, engine_module: str = ENGINE_MODULE) -> int:
     try:
         folder = find_checkpoint(settings.model)
         transport = _transport(settings)
+        check_open_files(settings.data_parallel_size)
         check_memory(_memory(settings), times=settings.data_parallel_size)
         listener = bind_socket(settings.host, settings.port)
     except StartFailed as error:

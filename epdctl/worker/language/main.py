@@ -35,6 +35,7 @@ from epdctl.worker.language.checkpoint import UnsupportedCheckpoint, declared_ma
 from epdctl.worker.language.front import LanguageFront
 from epdctl.worker.language.messages import EcEnd, KvReceiveEnd, KvSendEnd, LanguageEngineSettings
 from epdctl.worker.leave import leave
+from epdctl.worker.open_files import check_open_files
 from epdctl.worker.server import (
     InFlight,
     WorkerEdge,
@@ -87,6 +88,7 @@ def _run(settings: LanguageSettings, role: Role) -> int:
         transport = check_transport(
             settings.mooncake_protocol, settings.mooncake_devices, settings.engine_environment()
         )
+        check_open_files(settings.data_parallel_size)
         check_memory(_memory(settings), times=settings.data_parallel_size)
         place = _find_place(settings)
     except StartFailed as error:
