@@ -130,6 +130,21 @@ def translate_http_exception(error: web.HTTPException) -> EpdError:
     return translated
 
 
+async def refuse_other_methods(request: web.Request) -> None:
+    """Refuse what another route than the one found, a catch-all, would take with another method.
+
+    Raises:
+        web.HTTPMethodNotAllowed: there are such methods.
+    """
+    found = request.match_info.route.resource
+    allowed: set[str] = set()
+    for resource in request.app.router.resources():
+        if resource is not found:
+            allowed |= (await resource.resolve(request))[1]
+    if allowed:
+        raise web.HTTPMethodNotAllowed(request.method, allowed)
+
+
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Give every request an id, and turn whatever a handler raises into one JSON error answer."""

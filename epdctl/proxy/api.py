@@ -17,6 +17,7 @@ from aiohttp import web
 from epdctl.config.serve import ServeSettings
 from epdctl.errors import UnsupportedEndpoint
 from epdctl.http_auth import ADMIN_HEADER, AdminKey
+from epdctl.http_errors import refuse_other_methods
 from epdctl.metrics import ControlMetrics
 from epdctl.proxy.admission import Admission
 from epdctl.proxy.content import Limits, parse_chat, parse_completion
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from pydantic import SecretStr
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-_POSTED = frozenset({CHAT, COMPLETIONS})
 _MAX_PROFILE_BYTES = 64 * 1024
 _JSON = {"Content-Type": "application/json"}
 
@@ -94,8 +94,7 @@ class ProxyApi:
 
     async def unsupported(self, request: web.Request) -> web.StreamResponse:
         """Answer for every other path under `/v1/`."""
-        if request.path in _POSTED:
-            raise web.HTTPMethodNotAllowed(request.method, ["POST"])
+        await refuse_other_methods(request)
         if ".." in request.path.split("/"):
             raise web.HTTPNotFound
         topology = self._routing.roster().topology

@@ -25,7 +25,14 @@ from aiohttp import web
 
 from epdctl import __version__, garbage
 from epdctl.errors import ShuttingDown, UnsupportedEndpoint
-from epdctl.http_errors import REQUEST_ID, Handler, JsonRunner, error_middleware, error_response
+from epdctl.http_errors import (
+    REQUEST_ID,
+    Handler,
+    JsonRunner,
+    error_middleware,
+    error_response,
+    refuse_other_methods,
+)
 from epdctl.metrics import CONTENT_TYPE, WorkerMetrics
 from epdctl.wire import encode_json
 from epdctl.worker.duties import repeated
@@ -156,7 +163,8 @@ def add_common_routes(app: web.Application, edge: WorkerEdge) -> None:
         text = render(merge([snapshot(edge.metrics.registry), *engines]))
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
-    async def unsupported(_: web.Request) -> web.Response:
+    async def unsupported(request: web.Request) -> web.Response:
+        await refuse_other_methods(request)
         raise UnsupportedEndpoint("this worker does not serve this endpoint")
 
     # A specific path is found before this one, whatever the order they are added in.

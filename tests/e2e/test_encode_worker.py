@@ -309,8 +309,8 @@ async def test_other_model_names_and_bodies_are_refused(worker: EncodeWorker) ->
     [
         ("POST", "/v1/completions", 501),
         ("POST", "/v1/embeddings", 501),
-        ("POST", "/v1/models", 501),
-        ("GET", "/v1/chat/completions", 501),
+        ("POST", "/v1/models", 405),
+        ("GET", "/v1/chat/completions", 405),
         ("POST", "/start_profile", 404),
         ("POST", "/pause", 404),
         ("DELETE", "/instances", 404),
@@ -319,12 +319,14 @@ async def test_other_model_names_and_bodies_are_refused(worker: EncodeWorker) ->
 async def test_other_verbs_are_refused_and_harm_nothing(
     worker: EncodeWorker, method: str, path: str, status: int
 ) -> None:
-    """Endpoints of `/v1/` that an encode worker does not serve are 501, others 404; it goes on serving."""
+    """Endpoints of `/v1/` that an encode worker does not serve are 501, others 404, other methods of those
+    that it serves 405; it goes on serving."""
     async with aiohttp.ClientSession() as session, session.request(method, worker.url + path) as answer:
         body = await answer.json()
 
     assert answer.status == status
-    assert body["error"]["code"] == ("unsupported_endpoint" if status == 501 else "invalid_request")
+    codes = {501: "unsupported_endpoint", 405: "method_not_allowed", 404: "invalid_request"}
+    assert body["error"]["code"] == codes[status]
     assert (await worker.encode(part(RED))).status == 200
 
 

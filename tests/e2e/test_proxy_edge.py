@@ -246,7 +246,7 @@ class TestEndpoints:
         ("POST", "/v1/responses", 501),
         ("POST", "/v1/audio/transcriptions", 501),
         ("GET", "/v1/anything", 501),
-        ("DELETE", "/v1/models", 501),
+        ("DELETE", "/v1/models", 405),
         ("GET", "/nope", 404),
         ("GET", "/v1/x%2f..%2f..%2finstances", 404),
     )
