@@ -109,6 +109,12 @@ class BodyTooLarge(EpdError):
     http_status, code, type, fault = 413, "body_too_large", "invalid_request_error", Fault.CLIENT
 
 
+class UnsupportedEncoding(EpdError):
+    """The body has a content coding that is not taken off here; comes with Accept-Encoding."""
+
+    http_status, code, type, fault = 415, "unsupported_encoding", "invalid_request_error", Fault.CLIENT
+
+
 class SchemaViolation(EpdError):
     """An admin body breaks its schema: unknown field, wrong type, bad URL, address count against dp_size."""
 

@@ -12,12 +12,14 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import ContentEncodingError
 
 from epdctl.errors import (
     BodyTooLarge,
     EpdError,
     InvalidRequest,
     MethodNotAllowed,
+    UnsupportedEncoding,
     UpstreamRefused,
     envelope,
 )
@@ -30,6 +32,9 @@ RESPONSE_STARTED: web.RequestKey[bool] = web.RequestKey("response_started", bool
 
 SERVER = "epdctl"
 """What answers call the server: a version is nobody's business."""
+
+ENCODINGS = ("gzip", "deflate")
+"""Content codings of bodies that are served: what aiohttp takes off wherever it runs."""
 
 _ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
 
@@ -75,11 +80,36 @@ class _JsonHandler(web.RequestHandler):
         if status >= 500:
             response = internal_error_response(request_id)
         else:
-            refused = InvalidRequest("this is not a request in valid HTTP, or its head is too long")
-            refused.http_status = status  # type: ignore[misc]
-            response = error_response(refused, request_id)
+            response = error_response(_translate_parse_error(exc, status), request_id)
         response.force_close()
         return response
+
+
+def _translate_parse_error(error: BaseException | None, status: int) -> EpdError:
+    """Return our error for one that aiohttp's parser raised."""
+    if isinstance(error, ContentEncodingError):
+        # It names the coding in its text only, at the end, but where a library is missing.
+        return _undecodable() if error.message.endswith(ENCODINGS) else _unsupported_encoding()
+    refused = InvalidRequest("this is not a request in valid HTTP, or its head is too long")
+    refused.http_status = status  # type: ignore[misc]
+    return refused
+
+
+def _undecodable() -> EpdError:
+    return InvalidRequest("the body does not have the encoding that its headers say")
+
+
+def _unsupported_encoding() -> EpdError:
+    return UnsupportedEncoding(
+        f"the body's Content-Encoding is not served (served: {', '.join(ENCODINGS)}; or send it as it is)"
+    )
+
+
+def _check_encoding(request: web.Request) -> None:
+    """Refuse codings that aiohttp takes off where their library happens to be, or leaves on the body."""
+    encoding = request.headers.get("Content-Encoding", "").strip().lower()
+    if request.body_exists and encoding not in ("", "identity", *ENCODINGS):
+        raise _unsupported_encoding()
 
 
 def error_response(error: EpdError, request_id: str) -> web.Response:
@@ -89,6 +119,8 @@ def error_response(error: EpdError, request_id: str) -> web.Response:
         headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, MethodNotAllowed):
         headers["Allow"] = ", ".join(error.allowed)
+    if isinstance(error, UnsupportedEncoding):
+        headers["Accept-Encoding"] = ", ".join(ENCODINGS)  # RFC 9110, 15.5.16
     if isinstance(error, UpstreamRefused):
         return web.Response(
             status=error.http_status, body=error.body, headers=headers | {"Content-Type": error.content_type}
@@ -153,13 +185,14 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(request_id=request_id)
     try:
+        _check_encoding(request)
         response = await handler(request)
     except EpdError as error:
         failure = error
     except web.HTTPException as error:
         failure = translate_http_exception(error)
     except web.RequestPayloadError:
-        failure = InvalidRequest("the body does not have the encoding that its headers say")
+        failure = _undecodable()
     except Exception:
         structlog.get_logger().exception("internal_error", path=request.path)
         if request.get(RESPONSE_STARTED):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import gzip
 import json
 import weakref
+import zlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -79,6 +81,50 @@ async def test_malformed_http_is_answered_with_our_envelope(
     assert headers["x-request-id"]
     assert headers["server"] == "epdctl"
     assert "aaa" not in body["error"]["message"]
+
+
+def sent(encoding: bytes, body: bytes) -> bytes:
+    """Return a request whose body is said to have `encoding`."""
+    return HEAD + b"Content-Encoding: %b\r\nContent-Length: %d\r\n\r\n%b" % (encoding, len(body), body)
+
+
+@pytest.mark.parametrize("encoding", [b"br", b"zstd", b"BR", b"compress", b"gzip, gzip"])
+async def test_an_encoding_that_is_not_served_is_told_as_that(
+    port: int, encoding: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """415 with what is served, whether aiohttp knows the encoding, lacks its library, or passes it on."""
+    caplog.set_level("CRITICAL", "aiohttp.server")
+
+    status, headers, body = await exchange(port, sent(encoding, b"{}"))
+
+    assert (status, body["error"]["code"]) == (415, "unsupported_encoding")
+    assert "not served (served: gzip, deflate" in body["error"]["message"]
+    assert headers["accept-encoding"] == "gzip, deflate"
+    assert headers["x-request-id"]
+
+
+@pytest.mark.parametrize("encoding", [b"gzip", b"deflate"])
+async def test_a_body_without_the_encoding_that_is_said_is_told_as_that(
+    port: int, encoding: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """400 that names the encoding, not the whole of the HTTP."""
+    caplog.set_level("CRITICAL", "aiohttp.server")
+
+    status, _, body = await exchange(port, sent(encoding, b"{}"))
+
+    assert (status, body["error"]["code"]) == (400, "invalid_request")
+    assert body["error"]["message"] == "the body does not have the encoding that its headers say"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "content"),
+    [(b"gzip", gzip.compress(b"{}")), (b"deflate", zlib.compress(b"{}")), (b"identity", b"{}"), (b"", b"{}")],
+)
+async def test_encodings_that_are_served_are_taken_off(port: int, encoding: bytes, content: bytes) -> None:
+    """The handler sees the body as it was before."""
+    status, _, body = await exchange(port, sent(encoding, content))
+
+    assert (status, body) == (200, {})
 
 
 async def test_wrong_method_names_the_right_ones(port: int) -> None:

@@ -125,10 +125,12 @@ def _media(body: Mapping[str, Any], modality: Modality) -> Mapping[str, Any]:
 
 def _count(value: Any, param: str) -> int | None:
     """Return a number of frames; -1 stands for no bound, which num_frames 0 means to the sampling."""
-    if value == -1 and param.endswith("num_frames"):
+    may_be_all = param.endswith("num_frames")
+    if value == -1 and may_be_all:
         return 0
     if type(value) is not int or not 1 <= value <= _MAX_COUNT:
-        raise InvalidRequest(f"must be a whole number of frames from 1 to {_MAX_COUNT}", param=param)
+        text = f"must be a whole number of frames from 1 to {_MAX_COUNT}"
+        raise InvalidRequest(f"{text}, or -1 for all" if may_be_all else text, param=param)
     return value
 
 
@@ -136,7 +138,7 @@ def _rate(value: Any, param: str) -> float | None:
     if value == -1:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MAX_COUNT:
-        text = f"must be a number of frames a second, above 0 and at most {_MAX_COUNT}"
+        text = f"must be a number of frames a second, above 0 and at most {_MAX_COUNT}, or -1 as if not given"
         raise InvalidRequest(text, param=param)
     return float(value)
 

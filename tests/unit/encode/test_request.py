@@ -288,10 +288,16 @@ def test_video_option_that_is_not_served_is_named(body: dict[str, Any], param: s
         ),
         (
             {"media_io_kwargs": {"video": {"num_frames": 2**20 + 1}}},
-            "whole number of frames from 1 to 1048576",
+            "whole number of frames from 1 to 1048576, or -1 for all$",
         ),
-        ({"media_io_kwargs": {"video": {"max_frames": 0}}}, "whole number of frames from 1 to 1048576"),
-        ({"media_io_kwargs": {"video": {"fps": 2**21}}}, "above 0 and at most 1048576"),
+        ({"media_io_kwargs": {"video": {"num_frames": 0}}}, "from 1 to 1048576, or -1 for all$"),
+        ({"media_io_kwargs": {"video": {"max_frames": 0}}}, "whole number of frames from 1 to 1048576$"),
+        ({"media_io_kwargs": {"video": {"min_frames": -1}}}, "whole number of frames from 1 to 1048576$"),
+        (
+            {"media_io_kwargs": {"video": {"fps": 2**21}}},
+            "above 0 and at most 1048576, or -1 as if not given",
+        ),
+        ({"media_io_kwargs": {"video": {"fps": 0}}}, "above 0 and at most 1048576, or -1 as if not given"),
     ],
 )
 def test_both_ends_of_a_range_are_named(body: dict[str, Any], text: str) -> None:
