@@ -207,12 +207,15 @@ class TestLooking:
 
 
 def test_held_flights_are_looked_past_and_keep_their_place() -> None:
-    """What is held is asked for no pixels, what is younger is; later it is asked for in its old order."""
-    flights = Flights(max_asked=10)
-    for name in "abcd":
+    """What is held is asked for no pixels, what is younger is; later it is asked for in its old order, before
+    all that is younger (hazard 22)."""
+    flights = Flights(max_asked=2)
+    for name in "abcdef":
         flights.ask(name, f"key {name}")
 
     first = flights.admit(room=True, held=lambda calls: set(calls) <= {"a", "c"})
+    for name in "bd":
+        flights.arrived(name)
     second = flights.admit(room=True)
 
     assert first == [AskForPixels(call_id="b"), AskForPixels(call_id="d")]

@@ -93,6 +93,22 @@ async def test_an_answer_lets_what_was_parked_go_on() -> None:
     assert not world.standby.is_held(["a"])
 
 
+async def test_a_hit_that_was_left_is_not_asked_for_again() -> None:
+    """A client that went away while its cache hit waited gets no delivery, which nobody would give up."""
+    world = World()
+    world.fill()
+    assert world.standby.holds("left", HIT, "a", 100)
+    assert world.standby.holds("stays", HIT, "a", 100)
+    world.standby.left("left")
+
+    world.parking.settle("c")
+    world.standby.settled("a")
+    await next_turn()
+    world.standby.close()
+
+    assert world.asked == ["stays"]
+
+
 async def test_a_failure_fails_what_was_parked() -> None:
     """When the consumer has become suspect, what waits for it fails once, as not answered."""
     world = World()

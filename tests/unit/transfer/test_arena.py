@@ -156,3 +156,18 @@ def test_bytes_always_add_up_and_regions_never_overlap() -> None:
 
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert sum(taken.size for taken in live) == arena.nbytes - arena.bytes_by_state()["free"]
+
+
+def test_room_can_be_made_only_where_nobody_reads_or_writes() -> None:
+    """What could be allocated once all that is unpinned is freed ends at pinned regions, and at those that a
+    late write may still hit."""
+    arena = Arena(8 * ALIGNMENT)
+    regions = [arena.allocate(ALIGNMENT) for _ in range(8)]
+    reaches = [arena.largest_reach()]
+    for number, change in ((2, arena.pin), (5, arena.quarantine), (2, arena.unpin), (5, arena.free)):
+        region = regions[number]
+        assert region is not None
+        change(region)
+        reaches.append(arena.largest_reach())
+
+    assert [reach // ALIGNMENT for reach in reaches] == [8, 5, 2, 5, 8]
