@@ -210,7 +210,7 @@ async def test_sigterm_waits_for_what_is_answered_and_not_delivered(
         )
         worker.process.send_signal(signal.SIGTERM)
         await wait_until(lambda: is_unhealthy(worker), "draining", 10.0)
-        for _ in range(20):
+        for _ in range(5):
             assert await is_unhealthy(worker), "it waits for the push"
         may_answer.set()
         await wait_until(lambda: bool(consumer.records), "the transfer is over", 10.0)

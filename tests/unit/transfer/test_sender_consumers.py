@@ -83,14 +83,14 @@ class TestIsolation:
         it hangs, which could hold up every other peer, nor later, when the push was given up."""
         monkeypatch.setattr(rank_push, "FRESH_S", -1.0)
         stub = await ec_consumer()
-        async with producer_end(control_timeout_s=0.5, on_write=succeed) as producer:
+        async with producer_end(control_timeout_s=1.5, on_write=succeed) as producer:
             item = producer.item(f"tcp://127.0.0.1:{stub.port}", "t", DATA)
             delivery = producer.sender.announce(item)
             await wait_until(lambda: bool(stub.reservations), "the space is reserved")
             stub.set_behaviour({"peers": {"delay_ms": 300} if is_given_up else "silent"})
             source = PushSource(address=item.address, digest=item.digest, on_free=item.on_source_free)
             pushing = asyncio.create_task(delivery.push(source))
-            await wait_until(lambda: len(stub.calls_to("peers")) == 2, "it is greeted")
+            await wait_until(lambda: stub.calls[-1].op == "peers", "it is greeted")
             if is_given_up:
                 pushing.cancel()
             (ended,) = await asyncio.gather(pushing, return_exceptions=True)
@@ -160,7 +160,7 @@ class TestRanks:
         base.rank_ports = [good.port, silent.port]
         started: list[Started] = []
         patient = PushPolicy(write_base_s=60.0)
-        async with producer_end(policy=patient, control_timeout_s=0.2, on_write=started.append) as producer:
+        async with producer_end(policy=patient, control_timeout_s=1.0, on_write=started.append) as producer:
             with pytest.raises(ConsumerUnavailable):
                 await producer.sender.push(producer.item(f"tcp://127.0.0.1:{base.port}", "t", DATA))
             await wait_until(lambda: bool(good.calls_to("cancel")), "the other rank is told")
@@ -224,7 +224,6 @@ class TestIncarnations:
             await producer.sender.push(producer.item(address, "t3", DATA))
 
         assert list(second.reservations) == ["t3"]
-        assert len(base.calls_to("peers")) == 2
 
     async def test_a_consumer_restarted_on_the_same_port_is_reached(self) -> None:
         """After a restart with another session and memory the next push succeeds."""
