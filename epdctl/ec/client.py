@@ -208,7 +208,11 @@ class ControlClient:
         self._busy.add(socket)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(str(self.address))
+        try:
+            socket.connect(str(self.address))
+        except zmq.ZMQError as error:
+            self._give_back(socket, healthy=False)
+            raise OSError(error.errno, error.strerror) from error
         return socket
 
     def _give_back(self, socket: zmq.asyncio.Socket, healthy: bool) -> None:
@@ -223,7 +227,7 @@ async def _check_reachable(host: str, port: int) -> None:
     """Connect to one of the host's addresses and hang up at once; raise OSError when none takes it."""
     loop = asyncio.get_running_loop()
     failure = OSError(f"{host} has no address")
-    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=tcp.SOCK_STREAM):
+    for family, kind, protocol, _, address in await _resolve(host, port):
         # A bare socket and no stream: a stream's transport outlives its closing by a turn of the loop.
         with tcp.socket(family, kind, protocol) as attempt:
             attempt.setblocking(False)
@@ -234,6 +238,15 @@ async def _check_reachable(host: str, port: int) -> None:
             else:
                 return
     raise failure
+
+
+async def _resolve(host: str, port: int) -> Sequence[Any]:
+    """Return the system's addresses of a host; raise OSError when it knows none, or takes it for no host."""
+    try:
+        return await asyncio.get_running_loop().getaddrinfo(host, port, type=tcp.SOCK_STREAM)
+    except ValueError as error:
+        # What cannot be encoded for the resolver at all (an empty label) is no OSError there.
+        raise OSError(f"{host!r} is no host") from error
 
 
 def _as_many(answers: list[A], items: Sequence[object]) -> list[A]:

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from epdctl.domain import TransferId
+from epdctl.hosts import is_host
 
 DEFAULT_CONTROL_PORT = 14579
 """What vLLM's `ec_port` defaults to; replica d listens on port + d (at tensor parallel size 1)."""
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 
 _NEW_TRANSFER = re.compile(_TRANSFER)
-_ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]@?#]+):([0-9]{1,5})\Z")
+_ADDRESS = re.compile(r"tcp://(?:\[([^\[\]]*:[^\[\]]*)\]|([^:\[\]]+)):([0-9]{1,5})\Z")
 
 
 class BadMessage(ValueError):
@@ -252,9 +253,12 @@ class ControlAddress:
 def parse_address(text: str) -> ControlAddress:
     """Return the control address in `text`; raise BadMessage unless it is `tcp://host:port`."""
     match = _ADDRESS.match(text)
-    if match is None or not 0 < int(match[2]) <= 65535:
+    if match is None or not 0 < int(match[3]) <= 65535:
         raise BadMessage("an EC control address must be tcp://host:port with a port from 1 to 65535")
-    return ControlAddress(host=match[1].strip("[]"), port=int(match[2]))
+    host = match[1] or match[2]
+    if not is_host(host):
+        raise BadMessage("an EC control address must be tcp://host:port, the host a name or an IP address")
+    return ControlAddress(host=host, port=int(match[3]))
 
 
 def is_new_transfer_id(text: str) -> bool:

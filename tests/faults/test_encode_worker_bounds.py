@@ -146,6 +146,30 @@ async def test_the_end_of_what_waits_for_one_consumer_is_not_that_of_others(
     assert [reply.status for reply in good] == [200] * 5
 
 
+async def test_consumers_whose_host_is_none_do_not_keep_the_arena(launch: Launch) -> None:
+    """Cache hits for a consumer whose host can be none are refused by name, those for a host that nobody
+    knows fail; neither keeps a byte of the arena, nor holds up what comes after them, nor the end."""
+    worker = await launch("--cache-bytes", str(2**20)).ready()
+    asked = [part(picture((n, 9, 9))) for n in range(8)]
+    for one in asked:
+        assert (await worker.encode(one, **MEDIUM)).status == 200
+    ends = {}
+    for host in ("a..b", "..", "x" * 64, ".".join(["x" * 60] * 5), "unknown.invalid"):
+        to = f"tcp://{host}:5"
+        replies = await asyncio.gather(
+            *(worker.encode(one, consumer=to, transfer_ids=[new_id()], **MEDIUM) for one in asked)
+        )
+        ends[host] = {(reply.status, reply.code, reply.body["error"]["param"]) for reply in replies}
+
+    assert ends.pop("unknown.invalid") == {(503, "consumer_unavailable", "messages[0].content[0]")}
+    assert set().union(*ends.values()) == {(400, "invalid_request", "ec_transfer_params.consumer_zmq")}
+    await until_nothing_pinned(worker)
+    big = await asyncio.gather(*(worker.encode(part(picture((n, 2, 3))), **BIG) for n in range(4)))
+    assert [reply.status for reply in big] == [200] * 4
+    worker.process.send_signal(signal.SIGTERM)
+    assert await worker.process.wait_exit(20.0) == 0
+
+
 async def test_small_cache_serves_what_fits_and_names_what_does_not(launch: Launch) -> None:
     """An embedding that can never fit is refused with the flag that helps, its sibling succeeds; more
     embeddings than fit at a time are encoded one after the other as space comes back."""

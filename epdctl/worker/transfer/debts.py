@@ -17,6 +17,8 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
+import structlog
+
 from epdctl.errors import EpdError
 from epdctl.worker.transfer.push_steps import Cancel
 
@@ -90,4 +92,6 @@ class Debts:
                     await self._ask(cancel)
                 except EpdError:
                     return
+                except Exception:  # noqa: BLE001 - a bug costs this cancel, and not those that are owed after it
+                    structlog.get_logger().exception("ec_cancel_broken", transfer_id=transfer_id)
             self._owed.pop(transfer_id, None)

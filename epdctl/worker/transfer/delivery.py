@@ -2,7 +2,8 @@
 
 Rules of this file: the caller hears of the end at once; the source and the clean-up have ends of their own,
 and the sender keeps the delivery until then. Every rank gets the whole item; when one fails the others are
-given up. Results are values until somebody asks: an announced item that nobody pushes is no error.
+given up. Results are values until somebody asks: an announced item that nobody pushes is no error. What goes
+wrong before the ranks are known, a bug as well, ends the delivery here; after that it ends in its rank.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from epdctl.errors import (
     ConsumerFull,
     ConsumerUnavailable,
     EpdError,
+    InternalFailure,
     ShuttingDown,
     TransferFailed,
     UpstreamProtocol,
     UpstreamTimeout,
 )
+from epdctl.worker.transfer.callbacks import call_back
 from epdctl.worker.transfer.links import ConsumerLink, RankLink
 from epdctl.worker.transfer.ports import (
     PushAnnouncement,
@@ -37,7 +40,7 @@ _STRONGEST_FIRST = (TransferOutcome.DELIVERED, TransferOutcome.CANCELLED, Transf
 
 
 class Delivery:
-    """Implements `ports.Delivery`. `on_finish`: the caller's part is over; `on_over`: all of it is."""
+    """Implements `ports.Delivery`, once begun. `on_finish`: the caller's part is over; `on_over`: all is."""
 
     def __init__(
         self,
@@ -63,7 +66,10 @@ class Delivery:
         self._source: PushSource | None = None
         self._discovery: asyncio.Task[None] | None = None
         self._has_begun = False
-        consumer.turns.add(self._begin)
+
+    def begin(self) -> None:
+        """Start to reserve, when it is this delivery's turn."""
+        self._consumer.turns.add(self._begin)
 
     async def push(self, source: PushSource) -> PushResult:
         """Deliver the bytes; see `ports.Delivery.push`."""
@@ -86,6 +92,8 @@ class Delivery:
         self._conclude(TransferFailed("the transfer was given up"))
         for rank in self._ranks:
             rank.abort()
+        if not self._ranks:
+            self._free()
 
     @property
     def is_asking(self) -> bool:
@@ -102,34 +110,54 @@ class Delivery:
         if self._discovery is not None:
             self._discovery.cancel()
             await asyncio.gather(self._discovery, return_exceptions=True)
-        if not self._ranks and self._source is not None:
+        if not self._ranks:
             self._free()
 
     def _begin(self) -> None:
         if self._has_begun:
             return
         self._has_begun = True
-        known = self._consumer.known_ranks()
-        if self._result is not None:
-            self._fail_undiscovered(TransferFailed("the transfer was given up"))
-        elif known is None:
-            self._discovery = self._loop.create_task(self._discover())
-        else:
-            self._start(known)
+        try:
+            known = None if self._result is not None else self._consumer.known_ranks()
+            if self._result is not None:
+                self._fail_undiscovered(TransferFailed("the transfer was given up"))
+            elif known is None:
+                self._discovery = self._loop.create_task(self._discover())
+            else:
+                self._start(known)
+        except Exception:  # noqa: BLE001 - a bug before the ranks are there costs this delivery only
+            self._break()
 
     async def _discover(self) -> None:
         try:
-            links = await self._find_ranks()
+            # Each exchange has a deadline of its own; this one holds whatever they do.
+            async with asyncio.timeout(self._around.policy.deadline_s):
+                links = await self._find_ranks()
+            if self._result is not None:
+                self._fail_undiscovered(TransferFailed("the transfer was given up"))
+            else:
+                self._start(links)
         except EpdError as error:
             self._fail_undiscovered(error)
+        except TimeoutError:
+            self._consumer.suspicion.silent(self._loop.time())
+            self._fail_undiscovered(ConsumerUnavailable("the EC consumer did not answer in time"))
+        except Exception:  # noqa: BLE001 - the supervisor of this task, which nobody else awaits
+            self._break()
+
+    def _break(self) -> None:
+        """End at once after a bug, called where it is caught; the ranks that have begun end by themselves."""
+        self._around.log.exception("delivery_broken", transfer_id=self._item.transfer_id)
+        broken = InternalFailure("the delivery of an embedding failed")
+        if not self._ranks:
+            self._fail_undiscovered(broken)
             return
-        if self._result is not None:
-            self._fail_undiscovered(TransferFailed("the transfer was given up"))
-            return
-        self._start(links)
+        call_back(self._conclude, broken)
+        for rank in self._ranks:
+            rank.abort()
 
     def _start(self, links: list[RankLink]) -> None:
-        self._ranks = [
+        ranks = [
             RankPush(
                 self._around,
                 self._consumer,
@@ -142,9 +170,10 @@ class Delivery:
             )
             for link in links
         ]
-        self._open = self._unfreed = len(self._ranks)
+        self._ranks, self._open, self._unfreed = ranks, len(ranks), len(ranks)
         for rank in self._ranks:
-            rank.start()
+            if rank not in self._finished:
+                rank.start()
             if self._source is not None:
                 rank.give_source(self._source)
 
@@ -153,7 +182,7 @@ class Delivery:
         if self._ranks:
             for rank in self._ranks:
                 rank.give_source(source)
-        elif self._has_begun and (self._discovery is None or self._discovery.done()):
+        elif self._result is not None:
             self._free()
 
     async def _find_ranks(self) -> list[RankLink]:
@@ -171,8 +200,9 @@ class Delivery:
         given_up = self._result is not None
         outcome = TransferOutcome.CANCELLED if given_up else TransferOutcome.FAILED
         seconds = self._loop.time() - self._started_at
-        self._around.observe(TransferRecord(side=Side.PRODUCER, outcome=outcome, nbytes=0, seconds=seconds))
-        self._conclude(error)
+        record = TransferRecord(side=Side.PRODUCER, outcome=outcome, nbytes=0, seconds=seconds)
+        call_back(self._around.observe, record)
+        call_back(self._conclude, error)
         self._free()
         self._on_over(self)
 
@@ -193,7 +223,7 @@ class Delivery:
 
     def _answered(self) -> None:
         if self._item.on_answer is not None:
-            self._item.on_answer()
+            call_back(self._item.on_answer)
 
     def _joined(self) -> PushResult:
         outcomes = [finish.outcome for finish in self._finished.values()]
@@ -212,7 +242,7 @@ class Delivery:
     def _free(self) -> None:
         source, self._source = self._source, None
         if source is not None:
-            source.on_free()
+            call_back(source.on_free)
 
     def _rank_over(self) -> None:
         self._open -= 1
@@ -244,6 +274,8 @@ def _error(finish: Finish) -> EpdError:
             return TransferFailed(f"the EC consumer refused the embedding{reason}")
         case Failure.CORRUPT:
             return TransferFailed("the EC consumer did not accept the bytes of the embedding")
+        case Failure.BROKEN:
+            return InternalFailure("the delivery of an embedding failed")
         case Failure.WRITER_GONE:
             return TransferFailed("another producer of the same embedding gave up, twice")
         case _:

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import structlog
 
 from epdctl.errors import ShuttingDown, StorageFull, StorageUnavailable, UpstreamTimeout
+from epdctl.worker.transfer.callbacks import call_back
 from epdctl.worker.transfer.ec_file import StoredItem, check_identifier
 from epdctl.worker.transfer.ports import (
     PushAnnouncement,
@@ -82,12 +83,15 @@ class FilePusher:
         """
         loop = asyncio.get_running_loop()
         given_up = threading.Event()
-        rows = memoryview((ctypes.c_ubyte * item.nbytes).from_address(source.address)).cast("B")
         try:
+            rows = memoryview((ctypes.c_ubyte * item.nbytes).from_address(source.address)).cast("B")
             writing = loop.run_in_executor(self._threads, self._folder.store, item, rows, given_up)
-        except RuntimeError as error:
-            source.on_free()
-            raise ShuttingDown("this worker is shutting down") from error
+        except BaseException as error:
+            # No thread has the bytes, whatever went wrong.
+            call_back(source.on_free)
+            if isinstance(error, RuntimeError):
+                raise ShuttingDown("this worker is shutting down") from error
+            raise
         writing.add_done_callback(lambda done: _ended(done, source))
         try:
             async with asyncio.timeout(self.deadline_s):
@@ -190,6 +194,6 @@ class FileDelivery:
 
 def _ended(writing: asyncio.Future[bool], source: PushSource) -> None:
     """Let go of the bytes; how it ended was told to whoever still waited."""
-    source.on_free()
+    call_back(source.on_free)
     if not writing.cancelled():
         writing.exception()

@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from epdctl.ec.client import ControlClient
 from epdctl.ec.protocol import CompleteItem, CompleteResult, Refusal, Reservation, ReserveItem, TransferStatus
-from epdctl.errors import EpdError
+from epdctl.errors import ConsumerUnavailable, EpdError
 from epdctl.worker.transfer.batching import Batched
 from epdctl.worker.transfer.debts import Debts
 from epdctl.worker.transfer.push_steps import Cancel
@@ -134,6 +134,8 @@ class ConsumerLink:
         # All pushes that come meanwhile share the one question; none of them may cancel it.
         asking = self._asking
         await asyncio.wait({asking})
+        if asking.cancelled():
+            raise ConsumerUnavailable("the exchange with the EC consumer failed")
         return [self._rank(port) for port in asking.result()]
 
     def known_ranks(self) -> list[RankLink] | None:

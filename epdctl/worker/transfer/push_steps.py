@@ -77,7 +77,7 @@ class Held:
 
 
 class Failure(StrEnum):
-    """Why a push failed."""
+    """Why a push failed; `broken` is a bug of whoever carries it out, and decided nowhere in `push`."""
 
     UNAVAILABLE = "unavailable"
     GARBLED = "garbled"
@@ -87,6 +87,7 @@ class Failure(StrEnum):
     CORRUPT = "corrupt"
     WRITER_GONE = "writer_gone"
     TIMEOUT = "timeout"
+    BROKEN = "broken"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Carries out one push to one rank: does what `push.Push` wants done, and reports back what came of it.
 
 Rules of this file: order of steps only. Everything runs on one event loop; what is asked for alone is a task,
-owned and ended here. Nothing is written to a consumer that was not heard of lately.
+owned and ended here. Nothing is written to a consumer that was not heard of lately. Whatever raises in one of
+the steps ends the push at once, with a log line; its source is still kept while a write may be reading it.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 from epdctl.domain import TransferId
 from epdctl.ec.client import ConsumerSilent
 from epdctl.ec.protocol import CompleteItem, Refusal, Reservation, ReserveItem
 from epdctl.errors import ConsumerUnavailable, EpdError, TransferFailed, UpstreamProtocol
+from epdctl.worker.transfer.callbacks import call_back
 from epdctl.worker.transfer.lanes import Piece
 from epdctl.worker.transfer.links import ConsumerLink, RankLink
 from epdctl.worker.transfer.mooncake import OnNews, TransferSetupFailed
@@ -24,6 +26,7 @@ from epdctl.worker.transfer.ports import (
     PushSource,
     RecordSink,
     Side,
+    TransferOutcome,
     TransferRecord,
 )
 from epdctl.worker.transfer.push import Answer, Push
@@ -32,6 +35,7 @@ from epdctl.worker.transfer.push_steps import (
     Cancel,
     Complete,
     Exchange,
+    Failure,
     Finish,
     Owe,
     Phase,
@@ -45,9 +49,9 @@ from epdctl.worker.transfer.push_steps import (
 
 FRESH_S = 1.5
 """A consumer that was heard of this lately is there; a write to a hung one could stall every other."""
-
-
 SPARE_IDS = 2
+
+P = ParamSpec("P")
 
 
 class WriteEngine(Protocol):
@@ -71,6 +75,19 @@ class Surroundings:
     observe: RecordSink
     new_id: Callable[[], TransferId]
     log: Any
+
+
+def _step(step: Callable[Concatenate[RankPush, P], None]) -> Callable[Concatenate[RankPush, P], None]:
+    """Return `step` so that a bug in it ends its push, and nobody else's."""
+
+    @wraps(step)
+    def guarded(push: RankPush, /, *arguments: P.args, **named: P.kwargs) -> None:
+        try:
+            step(push, *arguments, **named)
+        except Exception:  # noqa: BLE001 - the one supervisor of a push
+            push.break_off()
+
+    return guarded
 
 
 class RankPush:
@@ -104,11 +121,13 @@ class RankPush:
         self._source: PushSource | None = None
         self._write: int | None = None
         self._is_writing = False
+        self._is_read = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._started_at = self._loop.time()
-        self._over = False
+        self._is_finished = self._is_freed = self._over = False
+        self._is_broken = False
         self.has_answer = False
         """Whether the consumer has answered a reservation."""
         self.is_silent = True
@@ -130,18 +149,25 @@ class RankPush:
         """Whether an answer of the consumer is waited for."""
         return not self._stopped and (self._push.asked is not None or bool(self._tasks))
 
+    @_step
     def start(self) -> None:
         """Begin to reserve."""
         self._do(self._push.start(self._loop.time()))
 
+    @_step
     def give_source(self, source: PushSource) -> None:
         """The bytes are there."""
         self._source = source
-        self._do(self._push.give_source(self._loop.time()))
+        if self._is_broken:
+            self._end_broken()
+        else:
+            self._do(self._push.give_source(self._loop.time()))
 
+    @_step
     def abort(self) -> None:
         """Nobody wants the item any more."""
-        self._do(self._push.abort(self._loop.time()))
+        if not self._is_broken:
+            self._do(self._push.abort(self._loop.time()))
 
     def stop(self) -> None:
         """Drop what is under way and start nothing more; a source in use is still given back later."""
@@ -151,11 +177,30 @@ class RankPush:
         for task in self._tasks:
             task.cancel()
 
+    def break_off(self) -> None:
+        """End after a bug, called where it is caught; what the consumer holds ends with its own lease."""
+        self._around.log.exception("push_broken", transfer_id=self.transfer_id)
+        if self._is_broken:
+            return
+        self._is_broken = True
+        self.stop()
+        if self._is_read and self._write is not None:
+            call_back(self._around.engine.withdraw, self._write)
+        call_back(self._finish, Finish(TransferOutcome.FAILED, Failure.BROKEN))
+        self._end_broken()
+
+    def _end_broken(self) -> None:
+        if self._is_read:
+            return
+        if self._source is not None:
+            self._free()
+        self._end()
+
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
                 case ReleaseSource():
-                    self._on_free()
+                    self._free()
                 case Finish():
                     self._finish(action)
                 case _ if self._stopped:
@@ -176,7 +221,16 @@ class RankPush:
                     if self._write is not None:
                         self._around.engine.withdraw(self._write)
         self._set_timer()
-        if self._push.is_over and not self._over:
+        if self._push.is_over:
+            self._end()
+
+    def _free(self) -> None:
+        if not self._is_freed:
+            self._is_freed = True
+            self._on_free()
+
+    def _end(self) -> None:
+        if not self._over:
             self._over = True
             self._on_over()
 
@@ -192,19 +246,23 @@ class RankPush:
             self._timer_at = min(due, self._loop.time() + self._around.policy.write_base_s)
             self._timer = self._loop.call_at(self._timer_at, self._tick)
 
+    @_step
     def _tick(self) -> None:
         # The loop may call a little early: the push does nothing then, and the timer is set again.
         self._timer = None
         self._do(self._push.tick(self._loop.time()))
 
     def _finish(self, finish: Finish) -> None:
+        if self._is_finished:
+            return
+        self._is_finished = True
         record = TransferRecord(
             side=Side.PRODUCER,
             outcome=finish.outcome,
             nbytes=self._push.bytes_written,
             seconds=self._loop.time() - self._started_at,
         )
-        self._around.observe(record)
+        call_back(self._around.observe, record)
         self._on_finish(self, finish)
 
     def _track(self, work: Coroutine[Any, Any, None]) -> None:
@@ -218,10 +276,15 @@ class RankPush:
                 answer: Answer | EpdError = await question
             except EpdError as error:
                 answer = error
+            except Exception:
+                # The supervisor of this task: the push goes on as after any lost exchange.
+                self._around.log.exception("ec_exchange_broken", transfer_id=self.transfer_id)
+                answer = ConsumerUnavailable("the exchange with the EC consumer failed")
             self._answered(asked, answer)
 
         self._track(ask())
 
+    @_step
     def _answered(self, asked: Exchange, answer: Answer | EpdError) -> None:
         if self._stopped:
             return
@@ -275,7 +338,13 @@ class RankPush:
         except (ConsumerUnavailable, UpstreamProtocol):
             self._consumer.forget_ranks()
             self._not_written()
-            return
+        except Exception:  # noqa: BLE001 - the supervisor of this task, which nobody else awaits
+            self.break_off()
+        else:
+            self._write_greeted(wanted)
+
+    @_step
+    def _write_greeted(self, wanted: Write) -> None:
         # The push may have been given up while we asked: then not a byte must go out.
         if self._push.phase is not Phase.WRITING:
             self._not_written()
@@ -293,10 +362,15 @@ class RankPush:
             return str(error)
         except TransferFailed as error:
             return error.message
-        self._is_writing = True
+        self._is_writing = self._is_read = True
         return None
 
+    @_step
     def _take_news(self, failed: bool, settled: bool) -> None:
+        self._is_read = self._is_read and not settled
+        if self._is_broken:
+            self._end_broken()
+            return
         now = self._loop.time()
         actions: list[Action] = []
         if self._is_writing:
@@ -306,6 +380,7 @@ class RankPush:
             actions += self._push.settled(now)
         self._do(actions)
 
+    @_step
     def _not_written(self, reason: str = "") -> None:
         now = self._loop.time()
         self._do(self._push.written(False, now, reason) + self._push.settled(now))

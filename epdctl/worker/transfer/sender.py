@@ -100,6 +100,7 @@ class Sender:
         )
         consumer.pending += 1
         self._open[delivery] = consumer
+        delivery.begin()
         return delivery
 
     def is_suspect(self, consumer_zmq: str) -> bool:
@@ -130,6 +131,7 @@ class Sender:
             await delivery.stop()
         for consumer in self._consumers.values():
             await consumer.close()
+        await asyncio.gather(*self._closing)
         self._context.destroy(linger=0)
 
     async def _wait_until_told(self) -> None:
@@ -158,7 +160,7 @@ class Sender:
         busy = set(self._open.values())
         idle = [address for address, consumer in self._consumers.items() if consumer not in busy]
         for address in idle[: MAX_CONSUMERS // 4]:
-            task = asyncio.create_task(self._consumers.pop(address).close())
+            task = asyncio.create_task(_closed(self._consumers.pop(address)))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
@@ -167,6 +169,14 @@ class Sender:
 
     def _over(self, delivery: Delivery) -> None:
         self._open.pop(delivery, None)
+
+
+async def _closed(consumer: ConsumerLink) -> None:
+    """Close what nobody waits for; a failure is logged here, since nobody else hears of it."""
+    try:
+        await consumer.close()
+    except Exception:  # noqa: BLE001 - the supervisor of this task
+        structlog.get_logger().exception("ec_consumer_not_closed")
 
 
 def silence() -> ConsumerUnavailable:

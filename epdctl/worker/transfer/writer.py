@@ -138,9 +138,13 @@ class Writer:
         engine, piece = self._engine, submission.piece
         batch = 0
         if engine is not None:
-            batch = engine.transfer_submit_write(
-                submission.session, piece.source, piece.destination, piece.nbytes
-            )
+            try:
+                batch = engine.transfer_submit_write(
+                    submission.session, piece.source, piece.destination, piece.nbytes
+                )
+            except (TypeError, ValueError, OverflowError):
+                # Its arguments do not even reach Mooncake: an address that a consumer made up, of 80 bits.
+                self._log.exception("mooncake_submit_failed", session=submission.session)
         now = time.monotonic()
         if batch <= 0:
             self._log.info("mooncake_submit_refused", session=submission.session)
@@ -173,7 +177,11 @@ class Writer:
         return []
 
     def _run_probe(self, engine: Any, session: str) -> None:
-        reachable = engine.send_probe(session) == 0
+        reachable = False
+        try:
+            reachable = engine.send_probe(session) == 0
+        except Exception:  # noqa: BLE001 - a probe that does not end would be the last one of its peer
+            self._log.exception("mooncake_probe_failed", session=session)
         self._inbox.append(Probed(session, reachable))
         self._wake.set()
 

@@ -128,6 +128,7 @@ def test_an_answer_that_is_none_is_named(body: bytes) -> None:
         ("tcp://127.0.0.1:14579", "127.0.0.1", 14579),
         ("tcp://pd-0.pd:1", "pd-0.pd", 1),
         ("tcp://[::1]:65535", "::1", 65535),
+        ("tcp://[fe80::1%eth0]:1", "fe80::1%eth0", 1),
     ],
 )
 def test_addresses_are_read_and_written_back(text: str, host: str, port: int) -> None:
@@ -153,6 +154,15 @@ def test_addresses_are_read_and_written_back(text: str, host: str, port: int) ->
         "ipc:///tmp/x",
         "tcp://::1:5",
         "tcp://a:1\n",
+        "tcp://a..b:1",
+        "tcp://..:1",
+        "tcp://*:1",
+        f"tcp://{'a' * 64}:1",
+        f"tcp://{'.'.join(['a' * 60] * 5)}:1",
+        "tcp://bücher:1",
+        "tcp://a/b:1",
+        "tcp://[:::]:1",
+        "tcp://[a]:1",
     ],
 )
 def test_other_addresses_are_refused(text: str) -> None:

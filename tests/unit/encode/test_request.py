@@ -91,6 +91,12 @@ REFUSED: list[tuple[str, dict[str, Any], type[EpdError], str | None]] = [
         "ec_transfer_params.consumer_zmq",
     ),
     (
+        "consumer's host is none",
+        {"ec_transfer_params": {"consumer_zmq": "tcp://a..b:5"}},
+        InvalidRequest,
+        "ec_transfer_params.consumer_zmq",
+    ),
+    (
         "consumer is a number",
         {"ec_transfer_params": {"consumer_zmq": 1}},
         InvalidRequest,

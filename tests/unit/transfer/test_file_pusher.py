@@ -161,6 +161,22 @@ async def test_a_request_that_leaves_gives_its_write_up(stuck: StuckFolder) -> N
     await world.pusher.close()
 
 
+async def test_bytes_that_no_thread_takes_are_let_go(stuck: StuckFolder, monkeypatch: Any) -> None:
+    """Whatever goes wrong before a thread has the bytes, their source is let go with the failure."""
+    world = World(stuck)
+
+    def refuse(*arguments: Any) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "run_in_executor", refuse)
+    with pytest.raises(ZeroDivisionError):
+        await world.pusher.push(world.item())
+
+    assert (world.freed, world.outcomes) == (["item"], [TransferOutcome.FAILED])
+    monkeypatch.undo()
+    await world.pusher.close()
+
+
 async def test_writers_are_few_and_items_wait_for_one(stuck: StuckFolder) -> None:
     """More items than writers: all are written once the disk goes on."""
     world = World(stuck)

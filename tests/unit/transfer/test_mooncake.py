@@ -331,6 +331,29 @@ class TestWrites:
         async with engine_of(Library(status=status)) as engine:
             await engine.write("s:1", ITEM, deadline_s=5, on_settled=lambda: None)
 
+    async def test_an_address_that_the_library_cannot_take_fails_its_write(self) -> None:
+        """A consumer may name any number as its address: the write fails, its source is free, and the peer's
+        later writes go on."""
+
+        def submitted(session: str) -> int:
+            if library.writes[-1][2] >= 2**64:
+                raise TypeError("incompatible function arguments")
+            return len(library.writes)
+
+        settled: list[bool] = []
+        library = Library(submitted=submitted)
+        async with engine_of(library) as engine:
+            for _ in range(5):
+                with pytest.raises(TransferFailed):
+                    await engine.write(
+                        "s:1",
+                        [Piece(4096, 2**80, 100)],
+                        deadline_s=5,
+                        on_settled=lambda: settled.append(True),
+                    )
+            await wait_until(lambda: len(settled) == 5, "the sources are free")
+            await engine.write("t:1", ITEM, deadline_s=5, on_settled=lambda: None)
+
 
 class TestContact:
     """First contact cannot hold up anybody (hazard 17)."""
@@ -396,3 +419,25 @@ class TestContact:
 
         assert {type(end) for end in ends} == {TransferFailed}
         assert len(probed) == MAX_PROBES
+
+    async def test_a_probe_that_raises_is_not_the_last(self) -> None:
+        """A peer whose probe failed in the library is probed again, and reached then."""
+        faults = iter([True])
+
+        def probe(session: str) -> int:
+            if next(faults, False):
+                raise RuntimeError("from the library")
+            return 0
+
+        async with engine_of(Library(probe=probe)) as engine:
+            with pytest.raises(TransferFailed):
+                await engine.write("s:1", ITEM, deadline_s=5, on_settled=lambda: None)
+
+            async def reached() -> bool:
+                try:
+                    await engine.write("s:1", ITEM, deadline_s=5, on_settled=lambda: None)
+                except TransferFailed:
+                    return False
+                return True
+
+            await wait_until(reached, "the peer is written to", 20.0)
