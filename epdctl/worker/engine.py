@@ -323,6 +323,7 @@ def run_engine(build: Callable[[EngineContext], Engine]) -> int:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    garbage.pause()
     launch = _read_launch()
     divert(launch.native_output)
     configure_logs(launch.log_format, launch.log_level)
