@@ -199,7 +199,9 @@ class EncodeSettings(WorkerSettings):
     max_item_tokens: int = Field(16384, ge=1, description="Most embedding rows of one item.")
     max_items: int = Field(64, ge=1, description="Most items in one request.")
     queue_items: int = Field(512, ge=1, description="Most items accepted at a time; beyond it 429.")
-    transfer_timeout: float = Field(8.0, gt=0, description="Seconds until a push that makes no end fails.")
+    transfer_timeout: float = Field(
+        8.0, gt=0, description="Seconds until a push that makes no end fails, or an item without cache space."
+    )
     media_threads: int = Field(2, ge=1, le=1024, description="Threads that decode and resize media.")
     media_timeout: float = Field(10.0, gt=0, description="Seconds to fetch one item.")
     media_redirects: int = Field(3, ge=0, description="Redirects to follow for one item.")

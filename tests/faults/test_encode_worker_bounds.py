@@ -170,6 +170,46 @@ async def test_consumers_whose_host_is_none_do_not_keep_the_arena(launch: Launch
     assert await worker.process.wait_exit(20.0) == 0
 
 
+async def test_items_without_room_in_the_arena_end_in_time(launch: Launch) -> None:
+    """While deliveries keep the whole arena, items that are not in it get 429 `overloaded` after
+    --transfer-timeout, with one log line, as all do who wait for them; once there is room they are served."""
+    worker = await launch("--cache-bytes", str(2**20), "--transfer-timeout", "2").ready()
+    hits = [part(picture((n, 7, 7))) for n in range(10)]
+    for hit in hits:
+        assert (await worker.encode(hit, **MEDIUM)).status == 200
+    cold = [part(picture((n, 7, 70))) for n in (0, 1, 1)]
+
+    async with StubConsumer({"reserve": "follower"}) as stub:
+
+        async def keep(hit: dict[str, Any], pause_s: float) -> None:
+            await asyncio.sleep(pause_s)
+            while True:
+                await worker.encode(hit, consumer=stub.address, transfer_ids=[new_id()], **MEDIUM)
+
+        keeping = [asyncio.create_task(keep(hit, pause_s)) for hit in hits for pause_s in (0.0, 0.6, 1.2)]
+
+        async def is_full() -> bool:
+            return await pinned(worker) > 0.9 * 2**20 and await worker.metric("epdctl_in_flight") == 30
+
+        await wait_until(is_full, "the whole arena is pinned", 20.0)
+        refused = await asyncio.gather(
+            *(worker.encode(one, **MEDIUM) for one in cold),
+            worker.encode(cold[0], consumer=stub.address, transfer_ids=[new_id()], **MEDIUM),
+        )
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
+    await until_nothing_pinned(worker)
+    served = await asyncio.gather(*(worker.encode(one, **MEDIUM) for one in cold))
+
+    assert {(reply.status, reply.code) for reply in refused} == {(429, "overloaded")}
+    assert all("--cache-bytes" in reply.body["error"]["message"] for reply in refused)
+    assert worker.process.stderr.count('"arena_full"') in (1, 2)
+    assert await worker.metric("epdctl_ec_unsent_total", reason="overloaded") == 1
+    assert [reply.status for reply in served] == [200] * 3
+    await until_nothing_in_flight(worker)
+
+
 async def test_small_cache_serves_what_fits_and_names_what_does_not(launch: Launch) -> None:
     """An embedding that can never fit is refused with the flag that helps, its sibling succeeds; more
     embeddings than fit at a time are encoded one after the other as space comes back."""

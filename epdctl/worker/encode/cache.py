@@ -61,11 +61,20 @@ class EmbeddingCache:
 
     def fits(self, nbytes: int) -> bool:
         """Return whether an embedding of `nbytes` could ever be held."""
-        return 0 < nbytes <= self._arena.nbytes
+        return 0 < nbytes <= self.largest
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest embedding that could ever be held."""
+        return self._arena.nbytes
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether `reserve` would find room for `nbytes` now."""
-        return self.fits(nbytes) and nbytes <= self._arena.largest_reach()
+        return self.fits(nbytes) and nbytes <= self.reach()
+
+    def reach(self) -> int:
+        """Return the bytes of the largest embedding that `reserve` would find room for now."""
+        return self._arena.largest_reach()
 
     def get(self, key: str) -> Entry | None:
         """Return the ready entry of `key`, and count that as a use."""

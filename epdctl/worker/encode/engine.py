@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from epdctl.errors import EngineUnavailable, EpdError, ShuttingDown
+from epdctl.errors import EngineUnavailable, EpdError, Overloaded, ShuttingDown
 from epdctl.worker.channel import Message, error_message, message
 from epdctl.worker.encode.acceleration import accelerate
 from epdctl.worker.encode.arena_memory import ArenaMemory, HostArena
@@ -154,7 +154,14 @@ class EncodeEngine:
             parked=self._standby.parked,
         )
         return TowerQueue(
-            self._tower, self._thread, self._memory, self._cache, Scheduler(limits), self._metrics, events
+            self._tower,
+            self._thread,
+            self._memory,
+            self._cache,
+            Scheduler(limits),
+            self._metrics,
+            events,
+            room_wait_s=self._settings.transfer_timeout_s,
         )
 
     def _wake(self) -> None:
@@ -230,7 +237,7 @@ class EncodeEngine:
             self._deliveries.begin(call_id, ask, entry, "cached")
 
     def _wait_for(self, call_id: str, ask: Ask) -> None:
-        joined = self._flights.ask(call_id, ask.key)
+        joined = self._flights.ask(call_id, ask.key, asyncio.get_running_loop().time())
         self._metrics.cache_requests.labels("l1", "joined" if joined else "miss").inc()
         if not joined and self._tiers.lookups.begin(ask.key):
             self._flights.look(ask.key)
@@ -243,7 +250,7 @@ class EncodeEngine:
         if key is None or len(frames) != 1:
             return
         try:
-            self._queue.add(key, memoryview(frames[0]), pixels.layout)
+            self._queue.add(key, memoryview(frames[0]), pixels.layout, wanted=self._flights.since(key))
         except EpdError as error:
             self._landed(key, error, "encoded")
 
@@ -341,6 +348,8 @@ class EncodeEngine:
     def _landed(self, key: str, result: Entry | EpdError, source: str) -> None:
         for call_id in self._flights.land(key):
             if isinstance(result, EpdError):
+                if isinstance(result, Overloaded) and self._deliveries.consumer_of(self._asks[call_id]):
+                    self._count_unsent(result)
                 self._fail(call_id, result)
             else:
                 self._deliveries.begin(call_id, self._asks.pop(call_id), result, source)

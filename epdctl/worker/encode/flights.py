@@ -55,6 +55,7 @@ class _Flight:
     calls: OrderedDict[str, None] = field(default_factory=OrderedDict)
     owner: str | None = None
     phase: Phase = Phase.WANTED
+    since: float = 0.0
 
 
 class Flights:
@@ -75,10 +76,10 @@ class Flights:
         """How many calls wait for an embedding."""
         return len(self._key_of)
 
-    def ask(self, call_id: str, key: str) -> bool:
-        """Let `call_id` wait for `key`; true when the key is under way already."""
+    def ask(self, call_id: str, key: str, now: float = 0.0) -> bool:
+        """Let `call_id` wait for `key`, from `now` (s) on; true when the key is under way already."""
         joined = key in self._flights
-        flight = self._flights.setdefault(key, _Flight(key))
+        flight = self._flights.setdefault(key, _Flight(key, since=now))
         flight.calls[call_id] = None
         self._key_of[call_id] = key
         if not joined:
@@ -106,6 +107,10 @@ class Flights:
     def wanted(self) -> list[str]:
         """Return the keys whose pixels nobody was asked for yet."""
         return [key for key, flight in self._flights.items() if flight.phase is Phase.WANTED]
+
+    def since(self, key: str) -> float:
+        """Return when `key`, which is under way, was first asked for."""
+        return self._flights[key].since
 
     def key_of(self, call_id: str) -> str | None:
         """Return the key that `call_id` waits for, or None."""

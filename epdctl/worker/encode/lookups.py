@@ -21,10 +21,11 @@ from dataclasses import dataclass
 
 import structlog
 
-from epdctl.errors import EpdError, Overloaded
+from epdctl.errors import EpdError
 from epdctl.metrics import WorkerMetrics
 from epdctl.worker.encode.cache import Entry
 from epdctl.worker.encode.mover import Mover
+from epdctl.worker.encode.room import no_room
 from epdctl.worker.encode.shared_tier import SharedTier
 from epdctl.worker.encode.store import StoredValue
 from epdctl.worker.encode.tiers import Promotion, Stays, Tiers
@@ -131,8 +132,7 @@ class Lookups:
             await asyncio.wait_for(self._room.wait(), deadline - asyncio.get_running_loop().time())
         except TimeoutError:
             self._count("l2", Stays.NO_ROOM.value)
-            text = "the memory that embeddings are sent from has no room for this one now (--cache-bytes)"
-            raise Overloaded(text, retry_after_s=1) from None
+            raise no_room() from None
 
     async def _from_store(self, key: str, shared: SharedTier) -> Entry | None:
         """Return the entry with what the store has; None without arena space, which the tower waits for."""

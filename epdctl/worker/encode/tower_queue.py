@@ -1,8 +1,10 @@
 """Feeds the tower: pixels wait here, batches run on the compute thread, rows end up in the cache.
 
 Rules of this file: a batch runs only when there is arena space for all of its rows, so embeddings cannot
-pile up without a place; space comes back when deliveries end. What runs is never interrupted. An item that
-may not run now is parked: out of the way of all others until `unpark` puts it back in its old order.
+pile up without a place; space comes back when deliveries end. The oldest item goes first, however large; when
+there has been no space for it for too long it ends, and those behind it have their turn. What runs is never
+interrupted. An item that may not run now is parked: out of the way of all others until `unpark` puts it back
+in its old order.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from epdctl.worker.encode.arena_memory import ArenaMemory
 from epdctl.worker.encode.cache import EmbeddingCache, Entry, Facts
 from epdctl.worker.encode.forward import Job, run_batch
 from epdctl.worker.encode.layout import ItemLayout
+from epdctl.worker.encode.room import RoomWait, no_room
 from epdctl.worker.encode.scheduler import Scheduler
 from epdctl.worker.encode.vision import Tower
 
@@ -30,11 +33,15 @@ STUCK_AFTER_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Pixels of one item: float32 values as bytes, their layout; `since` is the loop's time of arrival."""
+    """Pixels of one item: float32 values as bytes, their layout.
+
+    `since` is the loop's time of their arrival, `wanted` of when the item was first asked for.
+    """
 
     pixels: memoryview
     layout: ItemLayout
     since: float
+    wanted: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +73,10 @@ class TowerQueue:
         scheduler: Scheduler,
         metrics: WorkerMetrics,
         events: QueueEvents,
+        *,
+        room_wait_s: float,
     ) -> None:
+        """`room_wait_s`: how long there may be no arena space for an item."""
         self._tower = tower
         self._thread = thread
         self._memory = memory
@@ -80,11 +90,13 @@ class TowerQueue:
         self._busy_since: float | None = None
         self._log = structlog.get_logger()
         self._parked: dict[str, None] = {}
+        self._room = RoomWait(cache.largest, room_wait_s)
+        self._look_at: float | None = None
         self.pixel_bytes = 0
         """Bytes of the pixels that wait for the tower or are in it; what is parked is not among them."""
 
-    def add(self, key: str, pixels: memoryview, layout: ItemLayout) -> None:
-        """Queue an item.
+    def add(self, key: str, pixels: memoryview, layout: ItemLayout, *, wanted: float | None = None) -> None:
+        """Queue an item that is asked for since `wanted` (the loop's time; None: now).
 
         Raises:
             EncodeFailed: the pixels are not those of the layout, or the layout is none of this tower's.
@@ -92,7 +104,8 @@ class TowerQueue:
         """
         self._check(pixels, layout)
         now = asyncio.get_running_loop().time()
-        self._waiting[key] = Waiting(pixels=pixels, layout=layout, since=now)
+        wanted = now if wanted is None else wanted
+        self._waiting[key] = Waiting(pixels=pixels, layout=layout, since=now, wanted=wanted)
         self.pixel_bytes += pixels.nbytes
         self._scheduler.add(key, layout.rows, layout.forward_group)
         self._changed.set()
@@ -142,16 +155,24 @@ class TowerQueue:
         while True:
             await self._await_change()
             self._changed.clear()
+            self._look_at = None
             while self._events.may_run() and (batch := self._reserve_batch()):
                 await self._run_batch(batch)
 
     async def _await_change(self) -> None:
-        """Wait for work; a tower in trouble is tested meanwhile, since no traffic may come to heal it."""
-        timeout = SELF_TEST_INTERVAL_S if self._failures >= UNHEALTHY_AFTER_FAILURES else None
+        """Wait for work, or until an item has had no room for too long.
+
+        A tower in trouble is tested meanwhile, since no traffic may come to heal it.
+        """
+        is_in_trouble = self._failures >= UNHEALTHY_AFTER_FAILURES
+        timeouts = [SELF_TEST_INTERVAL_S] if is_in_trouble else []
+        if self._look_at is not None:
+            timeouts.append(max(0.0, self._look_at - asyncio.get_running_loop().time()))
         try:
-            await asyncio.wait_for(self._changed.wait(), timeout)
+            await asyncio.wait_for(self._changed.wait(), min(timeouts, default=None))
         except TimeoutError:
-            await self._self_test()
+            if is_in_trouble:
+                await self._self_test()
 
     async def _self_test(self) -> None:
         try:
@@ -163,15 +184,52 @@ class TowerQueue:
 
     def _reserve_batch(self) -> list[tuple[str, Entry]]:
         """Return the next batch with its arena space; items without space go back to the front."""
-        keys = self._next_keys()
+        batch: list[tuple[str, Entry]] = []
+        over: list[str] = []
+        if self._room.is_watching:
+            self._look_for_room()
+        while not batch and (keys := self._next_keys()):
+            batch = self._reserved(keys)
+            self._put_back(keys[len(batch) :])
+            if not batch:
+                if not self._has_waited_too_long(keys[0]):
+                    break
+                self._scheduler.remove(keys[0])
+                over.append(keys[0])
+        self._end_without_room(over)
+        return batch
+
+    def _reserved(self, keys: Iterable[str]) -> list[tuple[str, Entry]]:
         batch: list[tuple[str, Entry]] = []
         for key in keys:
-            entry = self._cache.reserve(key, self._tower.nbytes_of(self._waiting[key].layout.rows))
+            entry = self._cache.reserve(key, self._nbytes(key))
             if entry is None:
                 break
             batch.append((key, entry))
-        self._put_back(keys[len(batch) :])
         return batch
+
+    def _has_waited_too_long(self, key: str) -> bool:
+        """Return whether there has been no room for the oldest item for too long; else look again then."""
+        self._look_for_room()
+        self._look_at = self._room.ends_at(self._nbytes(key), self._waiting[key].wanted)
+        return asyncio.get_running_loop().time() >= self._look_at
+
+    def _look_for_room(self) -> None:
+        self._room.look(self._cache.reach(), asyncio.get_running_loop().time())
+
+    def _end_without_room(self, keys: Sequence[str]) -> None:
+        if not keys:
+            return
+        error = no_room()
+        sizes = sorted(self._nbytes(key) for key in keys)
+        facts = {"items": len(keys), "smallest_bytes": sizes[0], "largest_bytes": sizes[-1]}
+        self._log.warning("arena_full", **facts, error_code=error.code, reason=error.message)
+        for key in keys:
+            self._let_go(key)
+            self._events.landed(key, error)
+
+    def _nbytes(self, key: str) -> int:
+        return self._tower.nbytes_of(self._waiting[key].layout.rows)
 
     def _next_keys(self) -> tuple[str, ...]:
         """Return the items of the next batch, and park those that may not run."""

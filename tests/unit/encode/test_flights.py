@@ -220,3 +220,14 @@ def test_held_flights_are_looked_past_and_keep_their_place() -> None:
 
     assert first == [AskForPixels(call_id="b"), AskForPixels(call_id="d")]
     assert second == [AskForPixels(call_id="a"), AskForPixels(call_id="c")]
+
+
+def test_a_flight_is_as_old_as_its_first_call() -> None:
+    """Who joins, and whose turn it is to send pixels, does not make the item younger."""
+    flights = Flights(max_asked=1)
+    flights.ask("a", "k", 5.0)
+    flights.admit(room=True)
+    flights.ask("b", "k", 7.0)
+    flights.leave("a")
+
+    assert flights.since("k") == 5.0

@@ -9,17 +9,19 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
-from epdctl.errors import EpdError
+from epdctl.errors import EpdError, Overloaded
 from epdctl.metrics import WorkerMetrics
 from epdctl.worker.encode.arena_memory import HostArena
-from epdctl.worker.encode.cache import Entry, Facts
+from epdctl.worker.encode.cache import EmbeddingCache, Entry, Facts
 from epdctl.worker.encode.layout import PATCHES, ItemLayout
 from epdctl.worker.encode.mover import Mover
 from epdctl.worker.encode.scheduler import BatchLimits, Scheduler
 from epdctl.worker.encode.tiers import Tiers
 from epdctl.worker.encode.tower_queue import QueueEvents, TowerQueue
 from epdctl.worker.transfer.arena import Arena
+from epdctl.worker.transfer.memory import HostMemory
 from tests.stubs.process import wait_until
 from tests.unit.encode.test_mover import GatedMemory
 
@@ -41,6 +43,14 @@ class FakeTower:
     """A tower whose every item gives one row of `UNIT` bytes."""
 
     width, dtype = 64, "float32"
+
+    @property
+    def fence(self) -> FakeTower:
+        """Return what is waited for after a batch."""
+        return self
+
+    def wait(self) -> None:
+        """Wait for nothing."""
 
     def takes(self, layout: ItemLayout) -> bool:
         """Take everything."""
@@ -78,7 +88,9 @@ async def test_a_batch_waits_for_what_it_evicted() -> None:
     scheduler = Scheduler(BatchLimits(max_tokens=8, max_items=8))
     with ThreadPoolExecutor(1) as thread:
         # The tower's own view is not gated: only the copy of what was evicted stands still.
-        queue = TowerQueue(tower, thread, HostArena(view), tiers.cache, scheduler, WorkerMetrics(), events)
+        queue = TowerQueue(
+            tower, thread, HostArena(view), tiers.cache, scheduler, WorkerMetrics(), events, room_wait_s=60
+        )
         task = asyncio.create_task(queue.run())
         queue.add("new", memoryview(bytearray(16)), LAYOUT)
         await wait_until(lambda: running == ["new"], "its arena space is taken")
@@ -134,7 +146,9 @@ async def test_parked_items_stand_aside_and_come_back_in_order() -> None:
     view: Any = Ungated(memory)
     scheduler = Scheduler(BatchLimits(max_tokens=8, max_items=8))
     with ThreadPoolExecutor(1) as thread:
-        queue = TowerQueue(tower, thread, HostArena(view), cache, scheduler, WorkerMetrics(), events)
+        queue = TowerQueue(
+            tower, thread, HostArena(view), cache, scheduler, WorkerMetrics(), events, room_wait_s=60
+        )
         for key in "zyxd":
             queue.add(key, memoryview(bytearray(16)), LAYOUT)
         task = asyncio.create_task(queue.run())
@@ -182,7 +196,9 @@ async def test_without_arena_space_for_the_oldest_nothing_younger_runs() -> None
     view: Any = Ungated(memory)
     scheduler = Scheduler(BatchLimits(max_tokens=8, max_items=8))
     with ThreadPoolExecutor(1) as thread:
-        queue = TowerQueue(tower, thread, HostArena(view), cache, scheduler, WorkerMetrics(), events)
+        queue = TowerQueue(
+            tower, thread, HostArena(view), cache, scheduler, WorkerMetrics(), events, room_wait_s=60
+        )
         queue.add("large", memoryview(bytearray(16)), msgspec.structs.replace(LAYOUT, rows=3))
         queue.add("small", memoryview(bytearray(16)), LAYOUT)
         task = asyncio.create_task(queue.run())
@@ -194,3 +210,123 @@ async def test_without_arena_space_for_the_oldest_nothing_younger_runs() -> None
         task.cancel()
 
     assert running == ["large", "small"]
+
+
+class FullArena:
+    """A queue before an arena of eight units, `pinned` of which are kept by deliveries."""
+
+    def __init__(self, thread: ThreadPoolExecutor, *, pinned: int, room_wait_s: float) -> None:
+        self.landed: dict[str, Entry | EpdError] = {}
+        self.running: list[str] = []
+        memory = HostMemory(8 * UNIT)
+        self.cache = EmbeddingCache(Arena(8 * UNIT))
+        entry = self.cache.reserve("pinned", pinned * UNIT)
+        assert entry is not None
+        self.pinned = entry
+        tower: Any = FakeTower()
+        self.queue = TowerQueue(
+            tower,
+            thread,
+            HostArena(memory),
+            self.cache,
+            Scheduler(BatchLimits(max_tokens=8, max_items=8)),
+            WorkerMetrics(),
+            QueueEvents(
+                running=lambda items: self.running.extend(key for key, _ in items),
+                landed=self.landed.__setitem__,
+                may_run=lambda: True,
+                settled=self._settled,
+            ),
+            room_wait_s=room_wait_s,
+        )
+        self.task = asyncio.create_task(self.queue.run())
+
+    async def _settled(self) -> None:
+        return None
+
+    def add(self, key: str, rows: int, **options: float) -> None:
+        """Queue an item of so many units."""
+        layout = msgspec.structs.replace(LAYOUT, rows=rows)
+        self.queue.add(key, memoryview(bytearray(16)), layout, **options)
+
+    def let_go(self) -> None:
+        """The deliveries are over."""
+        self.cache.drop(self.pinned)
+        self.cache.unpin(self.pinned)
+        self.queue.wake()
+
+    async def until_landed(self, count: int) -> None:
+        """Wait until so many items have ended."""
+        await wait_until(lambda: len(self.landed) == count, f"{count} items have ended", 20.0)
+
+
+async def test_what_finds_no_room_in_time_ends_and_makes_way() -> None:
+    """The oldest item, for which there is no room, fails with 429 and its pixels are let go; the smaller one
+    that waited behind it, as it must, has room and runs. One log line tells of it."""
+    with ThreadPoolExecutor(1) as thread, capture_logs() as logs:
+        arena = FullArena(thread, pinned=6, room_wait_s=0.3)
+        arena.add("large", rows=3)
+        arena.add("small", rows=2)
+        await arena.until_landed(2)
+        arena.task.cancel()
+
+    assert isinstance(arena.landed["large"], Overloaded)
+    assert "--cache-bytes" in arena.landed["large"].message
+    assert isinstance(arena.landed["small"], Entry)
+    assert arena.running == ["small"]
+    assert arena.queue.pixel_bytes == 0
+    assert [(line["event"], line["items"], line["largest_bytes"]) for line in logs] == [
+        ("arena_full", 1, 3 * UNIT)
+    ]
+
+
+async def test_all_for_whom_there_is_no_room_end_together() -> None:
+    """With an arena that is pinned whole nobody waits for the end of another: items of every size have had
+    no room for as long as the oldest."""
+    with ThreadPoolExecutor(1) as thread, capture_logs() as logs:
+        arena = FullArena(thread, pinned=8, room_wait_s=0.5)
+        for rows in (3, 1, 2):
+            arena.add(f"item of {rows}", rows=rows)
+        await arena.until_landed(3)
+        arena.task.cancel()
+
+    assert all(isinstance(result, Overloaded) for result in arena.landed.values())
+    assert [(line["event"], line["items"]) for line in logs] == [("arena_full", 3)]
+    assert arena.queue.pixel_bytes == 0
+
+
+async def test_what_was_asked_for_long_ago_does_not_wait_anew() -> None:
+    """An item whose pixels come late, since others before it waited for room, has waited with them."""
+    with ThreadPoolExecutor(1) as thread:
+        arena = FullArena(thread, pinned=8, room_wait_s=0.5)
+        arena.add("first", rows=1)
+        await arena.until_landed(1)
+        arena.queue._room._timeout_s = 60.0
+        now = asyncio.get_running_loop().time()
+        arena.queue._room._most_since = [(0, now - 61.0)]
+        arena.add("fresh", rows=1)
+        arena.add("of old", rows=1, wanted=now - 61.0)
+        for _ in range(5):
+            await asyncio.sleep(0.01)
+        assert set(arena.landed) == {"first"}, "the oldest in the queue is fresh, and waits"
+        arena.queue.remove("fresh")
+        arena.queue.wake()
+        await arena.until_landed(2)
+        arena.task.cancel()
+
+    assert isinstance(arena.landed["of old"], Overloaded)
+
+
+async def test_room_in_time_is_used() -> None:
+    """Space that comes back before the end is the oldest item's, and nobody fails."""
+    with ThreadPoolExecutor(1) as thread, capture_logs() as logs:
+        arena = FullArena(thread, pinned=8, room_wait_s=60.0)
+        for key in ("a", "b"):
+            arena.add(key, rows=5)
+        await wait_until(lambda: arena.queue._room.is_watching, "there is no room", 20.0)
+        arena.let_go()
+        await arena.until_landed(2)
+        arena.task.cancel()
+
+    assert all(isinstance(result, Entry) for result in arena.landed.values())
+    assert logs == []
