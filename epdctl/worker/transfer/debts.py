@@ -16,10 +16,12 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import structlog
 
 from epdctl.errors import EpdError
+from epdctl.worker.transfer.callbacks import watched
 from epdctl.worker.transfer.push_steps import Cancel
 
 LIMIT = 4096
@@ -89,9 +91,9 @@ class Debts:
             transfer_id, (cancel, until) = next(iter(self._owed.items()))
             if self._loop.time() < until:
                 try:
-                    await self._ask(cancel)
+                    # A bug costs this cancel, and not those that are owed after it.
+                    log = structlog.get_logger().bind(transfer_id=transfer_id)
+                    await watched(partial(self._ask, cancel), partial(log.exception, "ec_cancel_broken"))
                 except EpdError:
                     return
-                except Exception:  # noqa: BLE001 - a bug costs this cancel, and not those that are owed after it
-                    structlog.get_logger().exception("ec_cancel_broken", transfer_id=transfer_id)
             self._owed.pop(transfer_id, None)

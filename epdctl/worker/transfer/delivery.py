@@ -22,7 +22,7 @@ from epdctl.errors import (
     UpstreamProtocol,
     UpstreamTimeout,
 )
-from epdctl.worker.transfer.callbacks import call_back
+from epdctl.worker.transfer.callbacks import call_back, watched
 from epdctl.worker.transfer.links import ConsumerLink, RankLink
 from epdctl.worker.transfer.ports import (
     PushAnnouncement,
@@ -122,7 +122,7 @@ class Delivery:
             if self._result is not None:
                 self._fail_undiscovered(TransferFailed("the transfer was given up"))
             elif known is None:
-                self._discovery = self._loop.create_task(self._discover())
+                self._discovery = self._loop.create_task(watched(self._discover, self._break))
             else:
                 self._start(known)
         except Exception:  # noqa: BLE001 - a bug before the ranks are there costs this delivery only
@@ -142,8 +142,6 @@ class Delivery:
         except TimeoutError:
             self._consumer.suspicion.silent(self._loop.time())
             self._fail_undiscovered(ConsumerUnavailable("the EC consumer did not answer in time"))
-        except Exception:  # noqa: BLE001 - the supervisor of this task, which nobody else awaits
-            self._break()
 
     def _break(self) -> None:
         """End at once after a bug, called where it is caught; the ranks that have begun end by themselves."""

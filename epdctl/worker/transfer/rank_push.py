@@ -8,7 +8,7 @@ the steps ends the push at once, with a log line; its source is still kept while
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol
@@ -17,7 +17,7 @@ from epdctl.domain import TransferId
 from epdctl.ec.client import ConsumerSilent
 from epdctl.ec.protocol import CompleteItem, Refusal, Reservation, ReserveItem
 from epdctl.errors import ConsumerUnavailable, EpdError, TransferFailed, UpstreamProtocol
-from epdctl.worker.transfer.callbacks import call_back
+from epdctl.worker.transfer.callbacks import call_back, watched
 from epdctl.worker.transfer.lanes import Piece
 from epdctl.worker.transfer.links import ConsumerLink, RankLink
 from epdctl.worker.transfer.mooncake import OnNews, TransferSetupFailed
@@ -265,8 +265,8 @@ class RankPush:
         call_back(self._around.observe, record)
         self._on_finish(self, finish)
 
-    def _track(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
+    def _track(self, work: Callable[[], Awaitable[None]], on_bug: Callable[[], None]) -> None:
+        task = self._loop.create_task(watched(work, on_bug))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -276,13 +276,14 @@ class RankPush:
                 answer: Answer | EpdError = await question
             except EpdError as error:
                 answer = error
-            except Exception:
-                # The supervisor of this task: the push goes on as after any lost exchange.
-                self._around.log.exception("ec_exchange_broken", transfer_id=self.transfer_id)
-                answer = ConsumerUnavailable("the exchange with the EC consumer failed")
             self._answered(asked, answer)
 
-        self._track(ask())
+        self._track(ask, partial(self._lose, asked))
+
+    def _lose(self, asked: Exchange) -> None:
+        """Go on after a bug as after any exchange that is lost."""
+        self._around.log.exception("ec_exchange_broken", transfer_id=self.transfer_id)
+        self._answered(asked, ConsumerUnavailable("the exchange with the EC consumer failed"))
 
     @_step
     def _answered(self, asked: Exchange, answer: Answer | EpdError) -> None:
@@ -328,7 +329,7 @@ class RankPush:
 
     def _start_write(self, wanted: Write) -> None:
         if self._loop.time() - self._rank.heard_at > FRESH_S:
-            self._track(self._greet_and_write(wanted))
+            self._track(partial(self._greet_and_write, wanted), self.break_off)
         elif (reason := self._submit(wanted)) is not None:
             self._loop.call_soon(self._not_written, reason)
 
@@ -338,8 +339,6 @@ class RankPush:
         except (ConsumerUnavailable, UpstreamProtocol):
             self._consumer.forget_ranks()
             self._not_written()
-        except Exception:  # noqa: BLE001 - the supervisor of this task, which nobody else awaits
-            self.break_off()
         else:
             self._write_greeted(wanted)
 

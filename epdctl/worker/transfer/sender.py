@@ -16,12 +16,14 @@ import asyncio
 import os
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 import zmq.asyncio
 
 from epdctl.ec.protocol import new_transfer_id
 from epdctl.errors import ConsumerUnavailable, Overloaded, ShuttingDown
+from epdctl.worker.transfer.callbacks import watched
 from epdctl.worker.transfer.delivery import Delivery
 from epdctl.worker.transfer.links import ConsumerLink
 from epdctl.worker.transfer.ports import PushAnnouncement, PushItem, PushResult, PushSource, RecordSink
@@ -160,7 +162,9 @@ class Sender:
         busy = set(self._open.values())
         idle = [address for address, consumer in self._consumers.items() if consumer not in busy]
         for address in idle[: MAX_CONSUMERS // 4]:
-            task = asyncio.create_task(_closed(self._consumers.pop(address)))
+            closing = self._consumers.pop(address).close
+            failed = partial(structlog.get_logger().exception, "ec_consumer_not_closed")
+            task = asyncio.create_task(watched(closing, failed))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
@@ -169,14 +173,6 @@ class Sender:
 
     def _over(self, delivery: Delivery) -> None:
         self._open.pop(delivery, None)
-
-
-async def _closed(consumer: ConsumerLink) -> None:
-    """Close what nobody waits for; a failure is logged here, since nobody else hears of it."""
-    try:
-        await consumer.close()
-    except Exception:  # noqa: BLE001 - the supervisor of this task
-        structlog.get_logger().exception("ec_consumer_not_closed")
 
 
 def silence() -> ConsumerUnavailable:

@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from epdctl.worker.transfer.callbacks import call_back
 from epdctl.worker.transfer.lanes import JobUpdate, Lanes, Piece, Submission
 
 PROBE_TIMEOUT_S = 2.0
@@ -177,11 +178,8 @@ class Writer:
         return []
 
     def _run_probe(self, engine: Any, session: str) -> None:
-        reachable = False
-        try:
-            reachable = engine.send_probe(session) == 0
-        except Exception:  # noqa: BLE001 - a probe that does not end would be the last one of its peer
-            self._log.exception("mooncake_probe_failed", session=session)
+        # A probe that did not report its end would be the last one of its peer.
+        reachable = call_back(engine.send_probe, session) == 0
         self._inbox.append(Probed(session, reachable))
         self._wake.set()
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from functools import partial
 
 import pytest
 from structlog.testing import capture_logs
 
-from epdctl.worker.transfer.callbacks import call_back
+from epdctl.errors import ConsumerUnavailable
+from epdctl.worker.transfer.callbacks import call_back, watched
 
 pytestmark = pytest.mark.unit
 
@@ -55,3 +57,21 @@ def test_an_order_to_end_is_no_bug(end: type[BaseException]) -> None:
         call_back(stop)
 
     assert logs == []
+
+
+async def test_a_bug_of_a_task_ends_where_it_is_watched() -> None:
+    """Whoever watches is called with the exception at hand, once; a failure of ours goes on to the caller."""
+    seen: list[BaseException | None] = []
+
+    async def fail(error: Exception) -> None:
+        raise error
+
+    def on_bug() -> None:
+        seen.append(sys.exc_info()[1])
+
+    bug = RuntimeError("a bug")
+    await watched(partial(fail, bug), on_bug)
+    with pytest.raises(ConsumerUnavailable):
+        await watched(partial(fail, ConsumerUnavailable("nobody there")), on_bug)
+
+    assert seen == [bug]
