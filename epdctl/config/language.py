@@ -5,11 +5,18 @@ Rules of this file: a flag is here only if it works; defaults exist once, here.
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from epdctl.config.worker import GIB, MIB, WorkerSettings
+from epdctl.hosts import is_host
 
 LARGEST_PORT = 65535
+
+
+def _host(value: str | None) -> str | None:
+    if value is not None and not is_host(value):
+        raise ValueError(f"'{value}' is no host: give a name or an IP address, without port or brackets")
+    return value
 
 
 class LanguageSettings(WorkerSettings):
@@ -65,6 +72,8 @@ class EcConsumerSettings(LanguageSettings):
         60.0, gt=0, description="Seconds that a request waits for its embeddings before it fails with 500."
     )
 
+    _ec_hosts = field_validator("ec_ip", "ec_advertise_host")(_host)
+
     @model_validator(mode="after")
     def _ports_exist(self) -> EcConsumerSettings:
         if self.ec_port + self.data_parallel_size - 1 > LARGEST_PORT:
@@ -109,6 +118,8 @@ class PrefillSettings(EcConsumerSettings):
     kv_lease: float = Field(
         60.0, gt=0, description="Seconds that a finished prompt's KV waits for a decode worker."
     )
+
+    _kv_hosts = field_validator("kv_ip")(_host)
 
     @model_validator(mode="after")
     def _kv_ports_exist(self) -> PrefillSettings:

@@ -15,8 +15,8 @@ from pydantic_settings import CliSuppress, NoDecode
 
 from epdctl.config import CommandSettings, child_environment
 from epdctl.config.text import device_name, split_list
+from epdctl.hosts import ascii_form, is_host
 from epdctl.logs import LogFormat, LogLevel
-from epdctl.worker.media_address import is_host
 from epdctl.worker.transfer.environment import mooncake_environment, parse_ports
 
 MIB = 1024 * 1024
@@ -29,6 +29,8 @@ def _http_url(value: str | None) -> str | None:
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ValueError(f"'{value}' is not an http(s) URL such as http://10.0.0.5:8001")
+    if not is_host(parts.hostname):
+        raise ValueError(f"the host of '{value}' is no name and no IP address")
     return value.rstrip("/")
 
 
@@ -233,7 +235,7 @@ class EncodeSettings(WorkerSettings):
     @classmethod
     def _hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for host in value:
-            if not is_host(host):
+            if not is_host(ascii_form(host)):
                 raise ValueError(
                     f"'{host}' is no host: give names or addresses, such as images.example.com or 10.0.0.5, "
                     "without scheme, port, path or *"
@@ -245,7 +247,7 @@ class EncodeSettings(WorkerSettings):
     def _store(cls, value: str | None) -> str | None:
         if value is not None:
             host, _, port = value.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            if not is_host(host.strip("[]")) or not port.isdecimal() or not 0 < int(port) < 65536:
                 raise ValueError(f"'{value}' is not HOST:PORT, such as 10.0.0.9:50051")
         return value
 

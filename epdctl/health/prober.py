@@ -92,6 +92,9 @@ class HttpProber:
                 status = answer.status
         except (aiohttp.ClientError, OSError) as error:
             return _explain(error)
+        except UnicodeError:
+            # What the system's resolver says of a host that cannot be one.
+            return ProbeResult(outcome=ProbeOutcome.UNHEALTHY, error="name not resolved")
         if status == 200:
             return ProbeResult(outcome=ProbeOutcome.HEALTHY)
         return ProbeResult(outcome=ProbeOutcome.UNHEALTHY, error=f"status {status}")
@@ -110,7 +113,7 @@ class HttpProber:
                     more := await answer.content.read(_MAX_MODELS_BYTES)
                 ):
                     body += more
-        except (aiohttp.ClientError, OSError):
+        except (aiohttp.ClientError, OSError, UnicodeError):
             return None
         return parse_models(body)
 

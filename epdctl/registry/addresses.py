@@ -6,20 +6,18 @@ verb passes it through `normalise_url` first.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from urllib.parse import SplitResult, urlsplit
 
-from epdctl.domain import InstanceUrl
+from epdctl.domain import InstanceSpec, InstanceUrl
+from epdctl.ec.protocol import BadMessage, parse_address
 from epdctl.errors import SchemaViolation
+from epdctl.hosts import is_host, is_wildcard
 
 MAX_URL_CHARS = 2048
 MAX_DP_SIZE = 1024
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
-_WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "::", "[::]"})  # noqa: S104 - addresses we refuse
-_HOST = re.compile(r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?\Z")
-_IPV6 = re.compile(r"[0-9a-f:.]+(%[a-z0-9._-]+)?\Z")
 
 
 def normalise_url(text: str) -> InstanceUrl:
@@ -55,8 +53,11 @@ def _split(text: str) -> SplitResult:
 
 def _host(parts: SplitResult) -> str:
     host = (parts.hostname or "").lower()
-    if not (_IPV6.match(host) if ":" in host else _HOST.match(host)):
+    if not host:
         raise _bad_url("it needs a host, for example http://10.0.0.5:8001")
+    if not is_host(host) or host.endswith("."):
+        # A name with a final dot is the one without it: an instance has one identity.
+        raise _bad_url("its host is no name (labels of 1 to 63 letters, digits, - and _) and no IP address")
     return host
 
 
@@ -80,6 +81,17 @@ def _bad_url(why: str) -> SchemaViolation:
     return SchemaViolation(f"url is not an instance URL: {why}", param="url")
 
 
+def complaint(spec: InstanceSpec) -> str | None:
+    """Return why an instance with these addresses would not be registered, or None."""
+    try:
+        if normalise_url(spec.url) != spec.url:
+            return "its URL is not in its normal form"
+        check_consumer_addresses(spec.ec_zmq_addrs, spec.dp_size)
+    except SchemaViolation as error:
+        return error.message
+    return None
+
+
 def check_consumer_addresses(addresses: Sequence[str], dp_size: int) -> None:
     """Raise SchemaViolation unless there is no address, or a good and different one for each replica."""
     if addresses and len(addresses) != dp_size:
@@ -94,13 +106,12 @@ def check_consumer_addresses(addresses: Sequence[str], dp_size: int) -> None:
 
 
 def _check_consumer_address(address: str) -> None:
-    match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+|\*):([0-9]{1,5})", address)
-    if match is None:
-        raise _bad_addresses("an EC control address must look like tcp://host:port")
-    if match[1] in _WILDCARD_HOSTS:
+    try:
+        host = "*" if address.startswith("tcp://*:") else parse_address(address).host
+    except BadMessage as error:
+        raise _bad_addresses(str(error)) from None
+    if is_wildcard(host):
         raise _bad_addresses("an EC control address must name a host that encoders can reach, not a wildcard")
-    if not 1 <= int(match[2]) <= 65535:
-        raise _bad_addresses("the port of an EC control address must be from 1 to 65535")
 
 
 def _bad_addresses(why: str) -> SchemaViolation:

@@ -12,8 +12,11 @@ import asyncio
 import contextvars
 from collections.abc import Callable, Sequence
 
+import structlog
+
 from epdctl.domain import InstanceSpec, InstanceUrl, Observation
 from epdctl.metrics import ControlMetrics
+from epdctl.registry.addresses import complaint
 from epdctl.registry.commands import (
     Acquire,
     Command,
@@ -127,6 +130,13 @@ class RegistryDriver:
             self.apply(Register(spec=spec))
         named = {spec.url for spec in static}
         for kept in await self._store.load():
+            if (wrong := complaint(kept.spec)) is not None:
+                # Taken by an older release; it could neither be reached nor be named in a removal.
+                structlog.get_logger().warning(
+                    "stored_instance_dropped", instance=kept.spec.url, reason=wrong
+                )
+                await self._store.delete(kept.spec.url)
+                continue
             refuse_contradiction(kept.spec, static)
             if kept.spec.url not in named:
                 self.apply(Register(spec=kept.spec, generation=kept.generation))

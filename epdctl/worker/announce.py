@@ -8,7 +8,6 @@ is sent as `X-API-Key` and never logged.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import structlog
 
+from epdctl import hosts
 from epdctl.domain import Role
 
 REPEAT_S = 10.0
@@ -32,10 +32,7 @@ class NoAddress(ValueError):
 
 def is_wildcard(host: str) -> bool:
     """Return whether `host` means every address of the machine."""
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return host == ""
+    return host == "" or hosts.is_wildcard(host)
 
 
 def route_towards(host: str) -> str:

@@ -21,9 +21,9 @@ from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from urllib.parse import urlsplit
 
 from epdctl.errors import InvalidRequest, MediaUnavailable, UnsupportedMedia
+from epdctl.hosts import ascii_form, is_host
 
 _UNPRINTABLE = re.compile(r"[\x00-\x20\x7f\\]")
-_NO_HOST = re.compile(r"[\x00-\x20\x7f\\/:@?#%*\[\]]")
 _NAT64 = IPv6Network("64:ff9b::/96")
 REFUSAL = "the media URL may not be fetched by this worker (see --allowed-media-domains)"
 
@@ -63,17 +63,10 @@ def parse_media_url(url: str) -> MediaTarget:
         raise UnsupportedMedia("media URLs must be data:, http:, https: or file:")
     if not host or parts.username is not None or parts.password is not None:
         raise InvalidRequest("a media URL needs a host and must not carry user info")
+    if not is_host(ascii_form(host)):
+        raise InvalidRequest("the host of a media URL is no name and no IP address")
     default = 443 if parts.scheme == "https" else 80
     return MediaTarget(url=url, scheme=parts.scheme, host=host.rstrip("."), port=port or default)
-
-
-def is_host(text: str) -> bool:
-    """Return whether `text` is a host name or an address, as `allowed_hosts` compares them."""
-    try:
-        ip_address(text)
-    except ValueError:
-        return bool(text.strip(".")) and _NO_HOST.search(text) is None
-    return True
 
 
 def is_public(address: str) -> bool:

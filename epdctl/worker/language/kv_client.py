@@ -80,7 +80,8 @@ class KvClient:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 _, writer = await asyncio.open_connection(address.host, address.port)
-        except (TimeoutError, OSError) as error:
+        except (TimeoutError, OSError, ValueError) as error:
+            # A host that cannot be encoded for the resolver is a ValueError there.
             raise KvUnreachable(str(address)) from error
         writer.close()
 

@@ -102,6 +102,14 @@ async def test_a_name_that_does_not_resolve_is_unhealthy(prober: HttpProber) -> 
     assert result in (unhealthy("name not resolved"), unhealthy("timeout"))
 
 
+async def test_a_name_that_can_be_none_is_unhealthy(prober: HttpProber) -> None:
+    """What the resolver takes for a bug of its caller is a name that does not resolve, like any other."""
+    url = InstanceUrl(f"http://{'a' * 70}:8001")
+
+    assert await prober.probe(url) == unhealthy("name not resolved")
+    assert await prober.fetch_models(url) is None
+
+
 @pytest.mark.parametrize(
     ("answer", "error"),
     [(b"", "connection reset"), (b"SSH-2.0-OpenSSH\r\n\r\n", "no valid HTTP answer")],

@@ -76,6 +76,8 @@ def test_public_addresses_are_public(address: str) -> None:
         ("http://user:pw@example.com/", InvalidRequest),
         ("http://example.com:99999/", InvalidRequest),
         ("http://[::1/", InvalidRequest),
+        ("http://a..b/", InvalidRequest),
+        (f"http://{'a' * 64}.example/", InvalidRequest),
         ("http://exa mple.com/", InvalidRequest),
         ("http://example.com\\@evil/", InvalidRequest),
         ("\thttp://example.com/", InvalidRequest),

@@ -57,6 +57,12 @@ def test_normal_form(given_url: str, normal: str) -> None:
         ("http://[::1", "parsed"),
         ("http://-e1", "host"),
         ("http://ex%41mple", "host"),
+        ("http://a..b:5", "host is no name"),
+        (f"http://{'a' * 70}:5", "host is no name"),
+        (f"http://{'.'.join(['a' * 60] * 5)}:5", "host is no name"),
+        ("http://e1.:5", "host is no name"),
+        ("http://[:::]:5", "parsed|host is no name"),
+        ("http://bücher:5", "host is no name"),
     ],
 )
 def test_bad_urls_are_refused_with_the_reason(bad: str, why: str) -> None:
@@ -108,6 +114,10 @@ def test_good_addresses(addresses: list[str], dp_size: int) -> None:
         ([""], 1, "tcp://host:port"),
         (["ipc:///tmp/x"], 1, "tcp://host:port"),
         (["tcp://h:1\n"], 1, "tcp://host:port"),
+        (["tcp://[0::0]:5001"], 1, "wildcard"),
+        (["tcp://a..b:5"], 1, "a name or an IP address"),
+        ([f"tcp://{'a' * 64}:5"], 1, "a name or an IP address"),
+        (["tcp://[1:2]:5"], 1, "a name or an IP address"),
     ],
 )
 def test_bad_addresses_are_refused_with_the_reason(addresses: list[str], dp_size: int, why: str) -> None:

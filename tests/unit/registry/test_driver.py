@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 import structlog
+from structlog.testing import capture_logs
 
-from epdctl.domain import InstanceUrl, Role
+from epdctl.domain import InstanceSpec, InstanceUrl, Role
 from epdctl.health.verdict import VerdictPolicy
 from epdctl.metrics import ControlMetrics
 from epdctl.registry.commands import Drain, Register, RemovalCause, Remove
@@ -125,6 +126,24 @@ async def test_what_was_kept_comes_back_pending_and_static_is_not_kept() -> None
     assert views[E1].state == "pending"
     assert views[E1].generation == 7
     assert set(store.kept) == {E1}
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [spec(InstanceUrl("http://a..b:5")), spec(PD1, Role.PREFILL_DECODE, ec_zmq_addrs=("tcp://a..b:5",))],
+)
+async def test_what_would_not_be_registered_now_does_not_come_back(kept: InstanceSpec) -> None:
+    """A record that an older release took, and that no removal could name, is dropped with a log line."""
+    store = ListStore(StoredInstance(spec=kept, generation=1), StoredInstance(spec=spec(), generation=7))
+    driver = build(store, asyncio.get_running_loop().time)
+    with capture_logs() as logs:
+        await driver.start(())
+
+    known = [view.spec.url for view in driver.views()]
+    await driver.close()
+
+    assert known == [E1] == list(store.kept)
+    assert ("stored_instance_dropped", kept.url) in [(log["event"], log["instance"]) for log in logs]
 
 
 @pytest.mark.parametrize(

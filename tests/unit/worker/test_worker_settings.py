@@ -35,6 +35,10 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--register", "ftp://x"), "--register"),
         (("--register", "http://x?y=1"), "--register"),
         (("--advertise-url", "x:1"), "--advertise-url"),
+        (("--advertise-url", "http://a..b:1"), "--advertise-url: the host of 'http://a..b:1' is no name"),
+        (("--register", f"http://{'a' * 64}:1"), "is no name and no IP address"),
+        (("--allowed-media-domains", "a..b"), "--allowed-media-domains: 'a..b' is no host"),
+        (("--mooncake-store", "a..b:1", "--mooncake-store-timeout", "1"), "--mooncake-store: 'a..b:1'"),
         (("--port", "70000"), "--port"),
         (("--max-items", "9", "--queue-items", "8"), "--queue-items must be at least --max-items"),
         (
@@ -195,6 +199,6 @@ def test_each_engine_has_a_device(device: str, size: int, devices: tuple[str, ..
 
 def test_hosts_that_media_may_come_from() -> None:
     """Names, with or without a final dot, and addresses of both kinds are hosts."""
-    hosts = ("images.example.com", "localhost.", "10.0.0.5", "::1", "my_host-1")
+    hosts = ("images.example.com", "localhost.", "10.0.0.5", "::1", "my_host-1", "bücher.example")
 
     assert load("--allowed-media-domains", ",".join(hosts)).allowed_media_domains == hosts
