@@ -17,7 +17,7 @@ from pydantic import Field, FilePath, SecretStr, field_validator, model_validato
 from pydantic_settings import CliSuppress
 
 from epdctl.config import CommandSettings
-from epdctl.config.stages import StageTimeouts, named_stages, parse_stage_timeouts
+from epdctl.config.stages import StageTimeouts, parse_stage_timeouts
 from epdctl.config.text import checked, split_list
 from epdctl.domain import InstanceSpec, Role
 from epdctl.logs import LogFormat, LogLevel
@@ -170,7 +170,9 @@ class ServeSettings(CommandSettings):
     def _checks_across_fields(self) -> ServeSettings:
         self._check_mode()
         self._check_keys()
-        self._check_use(self.static_specs())
+        self.static_specs()
+        if not self.max_concurrent_requests:
+            self.refuse_idle("queue_size", why="without --max-concurrent-requests", variables_count=False)
         return self
 
     def _check_mode(self) -> None:
@@ -193,28 +195,6 @@ class ServeSettings(CommandSettings):
             raise ValueError("EPDCTL_API_KEYS: there is no key in it")
         if self.api_key_file is not None and not self._keys_in_file():
             raise ValueError(f"--api-key-file: no key in {self.api_key_file}")
-
-    def _check_use(self, static: tuple[InstanceSpec, ...]) -> None:
-        """Refuse what would do nothing, but for flags of the reference proxy: its launch lines move over."""
-        if not self.max_concurrent_requests:
-            why = "without --max-concurrent-requests"
-            self.refuse_idle("queue_size", why=why, variables_count=False)
-            self._refuse_stage("queue", why)
-        if self.log_requests and self.log_level != "debug":
-            why = "with --log-requests, which logs everything at debug"
-            self.refuse_idle("log_level", why=why, variables_count=False)
-        if self.dynamic_registration:
-            return
-        if not any(spec.role is Role.PREFILL for spec in static):
-            why = "without --prefill-servers-urls or --dynamic-registration"
-            self.refuse_idle("prefill_policy", "kv_connector", why=why)
-            self._refuse_stage("prefill", why)
-        if not any(spec.url.startswith("https:") for spec in static):
-            self.refuse_idle("upstream_ca_file", why="without an instance whose URL begins with https")
-
-    def _refuse_stage(self, name: str, why: str) -> None:
-        if name in named_stages(self.stage_timeouts):
-            raise ValueError(f"--stage-timeouts {name} does nothing {why}: leave it out")
 
     def static_specs(self) -> tuple[InstanceSpec, ...]:
         """Return the instances that the static flags name; ValueError says which flag is wrong."""

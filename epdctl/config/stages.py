@@ -27,11 +27,6 @@ class StageTimeouts:
 
 def parse_stage_timeouts(text: str) -> StageTimeouts:
     """Return the defaults with the pairs of `text` (`encode=60,idle=300`); ValueError names a bad one."""
-    return replace(StageTimeouts(), **named_stages(text))
-
-
-def named_stages(text: str) -> dict[str, float]:
-    """Return the stages that `text` names, with their seconds; ValueError names a bad pair."""
     known = [field.name for field in fields(StageTimeouts)]
     given: dict[str, float] = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
@@ -39,7 +34,7 @@ def named_stages(text: str) -> dict[str, float]:
         if name not in known:
             raise ValueError(f"unknown stage '{name}' (known: {', '.join(known)})")
         given[name] = _positive_seconds(pair, value)
-    return given
+    return replace(StageTimeouts(), **given)
 
 
 def _positive_seconds(pair: str, value: str) -> float:
