@@ -290,7 +290,9 @@ class EncodeSettings(WorkerSettings):
         )
         if self.ec_connector == "shared-filesystem":
             why = "with --ec-connector shared-filesystem and no --mooncake-store"
-            self.refuse_idle("mooncake_protocol", "mooncake_devices", "mooncake_ports", why=why)
+            idle = ("mooncake_protocol", "mooncake_devices", "mooncake_ports")
+            # Language workers read these variables too.
+            self.refuse_idle(*idle, why=why, variables_count=False)
 
     def _check_arena(self) -> None:
         if self.arena == "host":

@@ -119,14 +119,21 @@ def test_a_variable_without_a_use_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What comes from a variable is refused like its flag, and the cure is to unset it."""
-    monkeypatch.setenv("EPDCTL_MOONCAKE_PROTOCOL", "rdma")
+    monkeypatch.setenv("EPDCTL_MOONCAKE_STORE_TIMEOUT", "1")
 
     with pytest.raises(SystemExit):
-        load(*SHARED, ".")
+        load()
 
     said = capsys.readouterr().err
-    assert "--mooncake-protocol does nothing with --ec-connector shared-filesystem" in said
-    assert "unset EPDCTL_MOONCAKE_PROTOCOL" in said
+    assert "--mooncake-store-timeout does nothing without --mooncake-store" in said
+    assert "unset EPDCTL_MOONCAKE_STORE_TIMEOUT" in said
+
+
+def test_a_variable_that_other_workers_read_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One environment may serve a whole deployment, whose language workers use Mooncake."""
+    monkeypatch.setenv("EPDCTL_MOONCAKE_PORTS", "15000-15100")
+
+    assert load(*SHARED, ".").ec_connector == "shared-filesystem"
 
 
 def test_registration_comes_from_flag_or_variable(monkeypatch: pytest.MonkeyPatch) -> None:
