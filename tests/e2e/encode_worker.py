@@ -24,6 +24,7 @@ import transformers
 from PIL import Image
 
 from epdctl.domain import MmHash, TransferId
+from epdctl.ec.client import ControlClient
 from epdctl.worker.transfer.environment import mooncake_environment
 from epdctl.worker.transfer.memory import HostMemory
 from epdctl.worker.transfer.mooncake import TransferEngine
@@ -185,6 +186,15 @@ class Consumer:
     def address(self) -> str:
         """What an encode request names as `consumer_zmq`."""
         return self.receiver.consumer_zmq
+
+    async def is_ready(self, transfer_id: str) -> bool:
+        """Return whether a transfer has arrived whole, as a producer would be told."""
+        client = ControlClient(self.address, 2.0)
+        try:
+            status = await client.status(transfer_id)
+            return status is not None and status.ready
+        finally:
+            await client.close()
 
     async def rows(self, transfer_id: str, mm_hash: str, shape: tuple[int, int]) -> torch.Tensor:
         """Return the float32 rows of one delivery."""

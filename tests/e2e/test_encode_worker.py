@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from epdctl.domain import Modality
-from epdctl.ec.client import ControlClient
 from epdctl.worker.encode.identifier import item_identifier
 from tests.e2e.encode_worker import (
     MODELS,
@@ -107,17 +106,8 @@ async def test_identical_pictures_are_delivered_twice(worker: EncodeWorker, cons
     assert (entry["item_indices"], entry["transfer_id"]) == ([0, 1], ids[1])
     assert len(reply.items) == 1
     for transfer_id in ids:
-        assert await _is_ready(consumer, transfer_id)
+        assert await consumer.is_ready(transfer_id)
     assert await worker.metric("epdctl_encode_seconds_count") == forwards + 1
-
-
-async def _is_ready(consumer: Consumer, transfer_id: str) -> bool:
-    client = ControlClient(consumer.address, 2.0)
-    try:
-        status = await client.status(transfer_id)
-        return status is not None and status.ready
-    finally:
-        await client.close()
 
 
 async def test_second_sight_of_a_picture_is_a_cache_hit(

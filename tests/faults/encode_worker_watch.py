@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from tests.e2e.encode_worker import EncodeWorker
+import asyncio
+
+from tests.e2e.encode_worker import EncodeWorker, Reply, new_id, part, picture
 from tests.stubs.process import wait_until
 
 BIG = {"mm_processor_kwargs": {"min_pixels": 1_000_000, "max_pixels": 1_100_000}}
 """Makes a tiny picture give an embedding of some 340 KB."""
+MEDIUM = {"mm_processor_kwargs": {"min_pixels": 300_000, "max_pixels": 350_000}}
+"""Makes a tiny picture give an embedding of which an arena of a MiB holds ten."""
 
 
 async def pinned(worker: EncodeWorker) -> float:
@@ -58,3 +62,12 @@ async def until_misses(worker: EncodeWorker, count: float) -> None:
 async def is_unhealthy(worker: EncodeWorker) -> bool:
     """Return whether the worker says that it cannot serve."""
     return (await worker.get("/health"))[0] == 503
+
+
+async def encode_for(worker: EncodeWorker, consumer: str, colours: range) -> list[Reply]:
+    """Return the replies to requests, all at once, for a medium picture of each colour."""
+    asked = (
+        worker.encode(part(picture((n, 8, 8))), consumer=consumer, transfer_ids=[new_id()], **MEDIUM)
+        for n in colours
+    )
+    return await asyncio.gather(*asked)

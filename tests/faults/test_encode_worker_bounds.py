@@ -17,6 +17,8 @@ from epdctl.worker.transfer.ports import TransferOutcome
 from tests.e2e.encode_worker import EncodeWorker, Reply, new_id, open_consumer, part, picture, start_worker
 from tests.faults.encode_worker_watch import (
     BIG,
+    MEDIUM,
+    encode_for,
     is_unhealthy,
     pinned,
     until_in_the_tower,
@@ -32,8 +34,6 @@ from tests.stubs.switch import Switch
 pytestmark = [pytest.mark.fault, pytest.mark.worker]
 
 Launch = Callable[..., EncodeWorker]
-MEDIUM = {"mm_processor_kwargs": {"min_pixels": 300_000, "max_pixels": 350_000}}
-"""Makes a tiny picture give an embedding of which an arena of a MiB holds ten."""
 
 
 @pytest.fixture
@@ -59,15 +59,6 @@ def faulty(launch: Launch, switch: Switch, *flags: str) -> EncodeWorker:
 def own_switch(tmp_path: Path) -> Switch:
     """Return a switch for a worker of the test's own."""
     return Switch(tmp_path / "fault")
-
-
-async def encode_for(worker: EncodeWorker, consumer: str, colours: range) -> list[Reply]:
-    """Return the replies to requests, all at once, for a medium picture of each colour."""
-    asked = (
-        worker.encode(part(picture((n, 8, 8))), consumer=consumer, transfer_ids=[new_id()], **MEDIUM)
-        for n in colours
-    )
-    return await asyncio.gather(*asked)
 
 
 async def test_silent_consumer_does_not_keep_the_arena_from_others(

@@ -2,6 +2,7 @@
 
     call_back(on_news, failed, settled)            # whoever is told next, is told all the same
     asked = call_back(ask_many, items)             # None when it raised
+    guarded(break_off, step, now)                  # a step of one item, whose bug ends that item
     task = loop.create_task(watched(work, break_off))     # a task that nobody awaits
 
 Rules of this file: the one place where whatever a callback, or a task without a reader, raises is caught. A
@@ -29,6 +30,14 @@ def call_back(call: Callable[[*Ts], T], *arguments: *Ts) -> T | None:
     except Exception:  # noqa: BLE001 - a bug of one callback must not become everybody's
         structlog.get_logger().exception("callback_failed", callback=_name(call))
         return None
+
+
+def guarded(on_bug: Callable[[], object], call: Callable[[*Ts], object], *arguments: *Ts) -> None:
+    """Call `call(*arguments)`. A bug in it ends here, in `on_bug`, which logs the exception."""
+    try:
+        call(*arguments)
+    except Exception:  # noqa: BLE001 - a bug costs whose step this is, and nobody else
+        on_bug()
 
 
 async def watched(work: Callable[[], Awaitable[object]], on_bug: Callable[[], object]) -> None:

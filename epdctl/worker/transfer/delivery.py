@@ -22,7 +22,7 @@ from epdctl.errors import (
     UpstreamProtocol,
     UpstreamTimeout,
 )
-from epdctl.worker.transfer.callbacks import call_back, watched
+from epdctl.worker.transfer.callbacks import call_back, guarded, watched
 from epdctl.worker.transfer.links import ConsumerLink, RankLink
 from epdctl.worker.transfer.ports import (
     PushAnnouncement,
@@ -117,16 +117,15 @@ class Delivery:
         if self._has_begun:
             return
         self._has_begun = True
-        try:
-            known = None if self._result is not None else self._consumer.known_ranks()
-            if self._result is not None:
-                self._fail_undiscovered(TransferFailed("the transfer was given up"))
-            elif known is None:
-                self._discovery = self._loop.create_task(watched(self._discover, self._break))
-            else:
-                self._start(known)
-        except Exception:  # noqa: BLE001 - a bug before the ranks are there costs this delivery only
-            self._break()
+        guarded(self._break, self._start_or_discover)
+
+    def _start_or_discover(self) -> None:
+        if self._result is not None:
+            self._fail_undiscovered(TransferFailed("the transfer was given up"))
+        elif (known := self._consumer.known_ranks()) is not None:
+            self._start(known)
+        else:
+            self._discovery = self._loop.create_task(watched(self._discover, self._break))
 
     async def _discover(self) -> None:
         try:

@@ -25,6 +25,7 @@ from epdctl.ec.protocol import CompleteResult, Refusal, Reservation, TransferSta
 from epdctl.worker.transfer.ports import TransferOutcome
 from epdctl.worker.transfer.push_steps import (
     Action,
+    Answer,
     Cancel,
     Complete,
     Exchange,
@@ -41,9 +42,6 @@ from epdctl.worker.transfer.push_steps import (
     Withdraw,
     Write,
 )
-
-Answer = Reservation | Refusal | CompleteResult | TransferStatus | bool | None
-"""What an exchange is answered with: in the order of Reserve (two), Complete, Poll (or None), Cancel."""
 
 
 class Push:
@@ -133,11 +131,10 @@ class Push:
         """The write succeeded, or one of its pieces failed (others may be in flight still)."""
         if ok:
             self.bytes_written = self._nbytes
-        if self.phase is Phase.WRITING:
-            if ok:
-                self._complete()
-            else:
-                self._fail(Failure.WRITE_FAILED, reason)
+        if self.phase is Phase.WRITING and ok:
+            self._complete()
+        elif self.phase is Phase.WRITING:
+            self._fail(Failure.WRITE_FAILED, reason)
         elif ok and self._held is not None:
             # Too late for the caller, but now nothing can land any more.
             self._held.may_land = False
@@ -240,9 +237,8 @@ class Push:
             self._finish(Finish(TransferOutcome.CANCELLED))
 
     def _renew(self, *, refresh: bool) -> None:
-        assert self._held is not None
-        self.phase = Phase.RENEWING
-        held = self._held
+        held, self.phase = self._held, Phase.RENEWING
+        assert held is not None
         self._ask(Cancel(held.transfer_id, held.reservation_id, abandon=True, refresh=refresh, fenced=True))
 
     def _replace_id(self) -> None:
@@ -315,8 +311,7 @@ class Push:
     # Ending and cleaning up
 
     def _fail(self, failure: Failure, detail: str = "") -> None:
-        refused = failure is Failure.CORRUPT
-        outcome = TransferOutcome.REFUSED if refused else TransferOutcome.FAILED
+        outcome = TransferOutcome.REFUSED if failure is Failure.CORRUPT else TransferOutcome.FAILED
         self._finish(Finish(outcome, failure, detail))
 
     def _finish(self, finish: Finish) -> None:
@@ -378,9 +373,8 @@ class Push:
             self._actions.append(Owe(asked))
 
     def _was_told(self, now: float) -> None:
-        if self._held is None:
-            return
-        self._held.told = True
+        if self._held is not None:
+            self._held.told = True
         self._linger(now)
         self._clean_up()
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from epdctl.domain import TransferId
+from epdctl.ec.protocol import CompleteResult, Refusal, Reservation, TransferStatus
 from epdctl.worker.transfer.ports import TransferOutcome
 
 BYTES_PER_SECOND = 200e6
@@ -160,3 +161,5 @@ class Finish:
 
 Exchange = Reserve | Complete | Poll | Cancel
 Action = Exchange | Write | Withdraw | Owe | ReleaseSource | Finish
+Answer = Reservation | Refusal | CompleteResult | TransferStatus | bool | None
+"""What an exchange is answered with: in the order of Reserve (two), Complete, Poll (or None), Cancel."""

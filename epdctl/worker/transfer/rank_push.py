@@ -11,13 +11,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, Protocol
+from typing import Any, Protocol, TypeVarTuple
 
 from epdctl.domain import TransferId
 from epdctl.ec.client import ConsumerSilent
 from epdctl.ec.protocol import CompleteItem, Refusal, Reservation, ReserveItem
 from epdctl.errors import ConsumerUnavailable, EpdError, TransferFailed, UpstreamProtocol
-from epdctl.worker.transfer.callbacks import call_back, watched
+from epdctl.worker.transfer.callbacks import call_back, guarded, watched
 from epdctl.worker.transfer.lanes import Piece
 from epdctl.worker.transfer.links import ConsumerLink, RankLink
 from epdctl.worker.transfer.mooncake import OnNews, TransferSetupFailed
@@ -29,9 +29,10 @@ from epdctl.worker.transfer.ports import (
     TransferOutcome,
     TransferRecord,
 )
-from epdctl.worker.transfer.push import Answer, Push
+from epdctl.worker.transfer.push import Push
 from epdctl.worker.transfer.push_steps import (
     Action,
+    Answer,
     Cancel,
     Complete,
     Exchange,
@@ -51,7 +52,7 @@ FRESH_S = 1.5
 """A consumer that was heard of this lately is there; a write to a hung one could stall every other."""
 SPARE_IDS = 2
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 
 
 class WriteEngine(Protocol):
@@ -77,17 +78,14 @@ class Surroundings:
     log: Any
 
 
-def _step(step: Callable[Concatenate[RankPush, P], None]) -> Callable[Concatenate[RankPush, P], None]:
+def _step(step: Callable[[RankPush, *Ts], None]) -> Callable[[RankPush, *Ts], None]:
     """Return `step` so that a bug in it ends its push, and nobody else's."""
 
     @wraps(step)
-    def guarded(push: RankPush, /, *arguments: P.args, **named: P.kwargs) -> None:
-        try:
-            step(push, *arguments, **named)
-        except Exception:  # noqa: BLE001 - the one supervisor of a push
-            push.break_off()
+    def safe(push: RankPush, *arguments: *Ts) -> None:
+        guarded(push.break_off, step, push, *arguments)
 
-    return guarded
+    return safe
 
 
 class RankPush:
@@ -338,7 +336,7 @@ class RankPush:
             await self._rank.greet()
         except (ConsumerUnavailable, UpstreamProtocol):
             self._consumer.forget_ranks()
-            self._not_written()
+            self._not_written("")
         else:
             self._write_greeted(wanted)
 
@@ -346,7 +344,7 @@ class RankPush:
     def _write_greeted(self, wanted: Write) -> None:
         # The push may have been given up while we asked: then not a byte must go out.
         if self._push.phase is not Phase.WRITING:
-            self._not_written()
+            self._not_written("")
         elif (reason := self._submit(wanted)) is not None:
             self._not_written(reason)
 
@@ -380,6 +378,6 @@ class RankPush:
         self._do(actions)
 
     @_step
-    def _not_written(self, reason: str = "") -> None:
+    def _not_written(self, reason: str) -> None:
         now = self._loop.time()
         self._do(self._push.written(False, now, reason) + self._push.settled(now))

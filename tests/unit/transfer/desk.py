@@ -5,8 +5,8 @@ from __future__ import annotations
 from epdctl.domain import TransferId
 from epdctl.ec.protocol import CompleteResult, Refusal, Reservation, TransferStatus
 from epdctl.worker.transfer.ports import TransferOutcome
-from epdctl.worker.transfer.push import Answer, Push
-from epdctl.worker.transfer.push_steps import Action, Finish, PushPolicy
+from epdctl.worker.transfer.push import Push
+from epdctl.worker.transfer.push_steps import Action, Answer, Finish, PushPolicy
 
 NBYTES = 1000
 ACCEPTED = CompleteResult(completed=True, became_ready=True)
